@@ -1,0 +1,24 @@
+// The Python border of the core: bindings only. No torch headers: pointers, sizes and dtype codes cross it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "build_info.hpp"
+
+#define TORCHEXT_STR_(x) #x
+#define TORCHEXT_STR(x) TORCHEXT_STR_(x)
+#define TORCHEXT_PYBIND11_VERSION                                              \
+    TORCHEXT_STR(PYBIND11_VERSION_MAJOR)                                       \
+    "." TORCHEXT_STR(PYBIND11_VERSION_MINOR) "." TORCHEXT_STR(PYBIND11_VERSION_PATCH)
+
+PYBIND11_MODULE(_native, m) {
+    m.doc() = "The C++ core of torchext.";
+    m.def(
+        "build_info",
+        [] {
+            auto info = torchext::build_info();
+            info["pybind11"] = TORCHEXT_PYBIND11_VERSION;
+            info["python"] = PY_VERSION;
+            return info;
+        },
+        "Says how this core was built.");
+}
