@@ -18,8 +18,6 @@ import torch
 
 from tests import leaks
 
-pytest_plugins = ["pytester"]
-
 os.environ[leaks.MARKER] = f"{os.getpid()}-{uuid.uuid4().hex}"
 
 # Machines are shared and slow at times: the time of one example says nothing. A failure prints how to replay it.
@@ -29,6 +27,11 @@ hypothesis.settings.load_profile("torchext")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of random, numpy and torch before each test")
+    parser.addoption("--settle-s", type=float, default=2.0, help="how long what a test leaves has to end, in seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "allow_leaks(*kinds, reason): what this test may leave behind, and why it must")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -52,7 +55,7 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     before = leaks.take()
     environment = dict(os.environ)
     yield
-    found = leaks.find(before, ignore=allowed)
+    found = leaks.find(before, ignore=allowed, settle_s=request.config.getoption("--settle-s"))
     if "environment" in found or "environment" in allowed:  # the next test starts from the same one
         os.environ.clear()
         os.environ.update(environment)

@@ -130,25 +130,32 @@ def held_by_others(names: set[str]) -> set[str]:
     Other programs of this machine come and go while a test runs; what they hold is theirs.
     """
     ours = {os.getpid()} | {pid for pid, _ in processes()}
-    held: set[str] = set()
+    held: set[int] = set()
     for entry in _PROC.glob("[0-9]*"):
-        if int(entry.name) in ours:
-            continue
-        held |= {name for name in names - held if any(name in line for line in _open_paths(entry))}
-    return held
+        if int(entry.name) not in ours:
+            held |= _shared_memory_inodes(entry)
+    return {name for name in names if _inode(_SHM / name) in held}
 
 
-def _open_paths(process: Path) -> set[str]:
-    paths: set[str] = set()
+def _shared_memory_inodes(process: Path) -> set[int]:
+    # By inode, not by name: a semaphore of glibc is mapped under a temporary name and linked to its own afterwards.
+    inodes: set[int] = set()
     try:
-        paths.update(line for line in (process / "maps").read_text().splitlines() if str(_SHM) in line)
+        lines = (process / "maps").read_text().splitlines()
+        inodes.update(int(line.split(maxsplit=5)[4]) for line in lines if str(_SHM) in line)
         for fd in (process / "fd").iterdir():
-            target = os.readlink(fd)
-            if target.startswith(str(_SHM)):
-                paths.add(target)
+            if os.readlink(fd).startswith(str(_SHM)):
+                inodes.add(fd.stat().st_ino)
     except OSError:
         pass  # it ended, or it is another user's: then nothing more can be said of it
-    return paths
+    return inodes
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def listening_sockets() -> Snapshot:
