@@ -1,0 +1,331 @@
+"""The frequency-domain machinery under `FreDFLoss`: transforms, distances and the fused gradient.
+
+A transform acts on the last axes of a real tensor ("trailing axes": one, or two for rfft2), is linear, and
+knows its adjoint. Coefficients travel as a pair (real, imaginary or None), so that the same code serves
+bases that have no complex numbers.
+
+Shape legend: `...` batch axes, `L` lengths of the trailing axes, `K` numbers of coefficients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Coefficients = tuple[Tensor, Tensor | None]
+
+_CACHE_BYTES = 1 << 20  # a chunk of the batch and its spectrum then stay in a core's L2 cache
+
+
+class Transform(Protocol):
+    """A linear map over the last `num_axes` axes."""
+
+    @property
+    def num_axes(self) -> int: ...
+
+    def num_bins(self, lengths: torch.Size) -> tuple[int, ...] | None:
+        """Return K for axes of these lengths, or None if only the result tells."""
+        ...
+
+    def analyse(self, x: Tensor) -> Coefficients:
+        """Map (..., *L) to coefficients (..., *K); differentiable."""
+        ...
+
+
+class FusedTransform(Transform, Protocol):
+    """A transform whose gradient can be built in the forward pass."""
+
+    def num_bins(self, lengths: torch.Size) -> tuple[int, ...]: ...
+
+    def spectrum(self, x: Tensor) -> Tensor:
+        """Map (..., *L) to one real or complex tensor (..., *K)."""
+        ...
+
+    def adjoint_(self, spectrum: Tensor, lengths: torch.Size) -> tuple[Tensor, float]:
+        """Map (..., *K) back to (..., *L) by the transposed map; may overwrite `spectrum`.
+
+        Returns the result as a tensor and a factor still to be applied.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Fourier:
+    """Real FFT over the last axis, or the last two."""
+
+    num_axes: int
+    norm: str
+
+    def analyse(self, x: Tensor) -> Coefficients:
+        spectrum = self.spectrum(x)
+        return spectrum.real, spectrum.imag
+
+    def num_bins(self, lengths: torch.Size) -> tuple[int, ...]:
+        return (*lengths[:-1], lengths[-1] // 2 + 1)
+
+    def spectrum(self, x: Tensor) -> Tensor:
+        spectrum: Tensor = (
+            torch.fft.rfft(x, norm=self.norm) if self.num_axes == 1 else torch.fft.rfft2(x, norm=self.norm)
+        )
+        return spectrum
+
+    def adjoint_(self, spectrum: Tensor, lengths: torch.Size) -> tuple[Tensor, float]:
+        # irfft counts every bin but DC and Nyquist twice, for the half of the spectrum that it does not see;
+        # the adjoint counts each bin once.
+        spectrum[..., 0] *= 2
+        if lengths[-1] % 2 == 0:
+            spectrum[..., -1] *= 2
+        if self.num_axes == 2:
+            spectrum = torch.fft.ifft(spectrum, dim=-2, norm="forward")
+        signal = torch.fft.irfft(spectrum, n=lengths[-1], norm="forward")
+        return signal, fourier_scale(self.norm, lengths) / 2
+
+
+@dataclass(frozen=True)
+class FourierMatmul:
+    """The same map as `Fourier` by cosine and sine matrices: no complex numbers, no FFT kernels."""
+
+    num_axes: int
+    norm: str
+
+    def num_bins(self, lengths: torch.Size) -> tuple[int, ...]:
+        return (*lengths[:-1], lengths[-1] // 2 + 1)
+
+    def analyse(self, x: Tensor) -> Coefficients:
+        lengths = x.shape[-self.num_axes :]
+        scale = fourier_scale(self.norm, lengths)
+        cos, sin = _dft_matrices(lengths[-1], lengths[-1] // 2 + 1, x)
+        real, imag = x @ cos.T * scale, -(x @ sin.T) * scale
+        if self.num_axes == 2:
+            cos, sin = _dft_matrices(lengths[-2], lengths[-2], x)
+            real, imag = cos @ real + sin @ imag, cos @ imag - sin @ real
+        return real, imag
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A real basis: coefficients = x @ matrix.T, with `matrix` (K, L)."""
+
+    matrix: Tensor
+    num_axes: int = 1
+
+    def analyse(self, x: Tensor) -> Coefficients:
+        return self.spectrum(x), None
+
+    def num_bins(self, lengths: torch.Size) -> tuple[int, ...]:
+        return (self.matrix.shape[0],)
+
+    def spectrum(self, x: Tensor) -> Tensor:
+        return x @ self.matrix.T
+
+    def adjoint_(self, spectrum: Tensor, lengths: torch.Size) -> tuple[Tensor, float]:
+        return spectrum @ self.matrix, 1.0
+
+
+@dataclass(frozen=True)
+class Custom:
+    """A linear callable of the user's: (..., T) -> (..., K), real or complex."""
+
+    function: Callable[[Tensor], Tensor]
+    num_axes: int = 1
+
+    def num_bins(self, lengths: torch.Size) -> None:
+        return None
+
+    def analyse(self, x: Tensor) -> Coefficients:
+        result = self.function(x)
+        if not isinstance(result, Tensor) or result.shape[:-1] != x.shape[:-1]:
+            got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+            raise ValueError(
+                f"basis: the callable must map (..., T) to (..., K) and keep the other axes; it was given "
+                f"{tuple(x.shape)} and returned {got}"
+            )
+        return (result.real, result.imag) if result.is_complex() else (result, None)
+
+
+def fourier_scale(norm: str, lengths: torch.Size) -> float:
+    """What `torch.fft` multiplies the forward transform by."""
+    count = math.prod(lengths)
+    return {"backward": 1.0, "ortho": 1 / math.sqrt(count), "forward": 1 / count}[norm]
+
+
+def _dft_matrices(length: int, num_bins: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    # k * t is reduced modulo the length in integers: float32 angles of thousands of radians are not exact.
+    k = torch.arange(num_bins, device=like.device)[:, None]
+    t = torch.arange(length, device=like.device)[None, :]
+    angle = (k * t % length).to(like.dtype) * (2 * math.pi / length)
+    return angle.cos(), angle.sin()
+
+
+# ---- distances between spectra -------------------------------------------------------------------------
+
+
+def magnitude(coefficients: Coefficients) -> Tensor:
+    """|c|, with gradient 0 where c is 0 or too small to square."""
+    real, imag = coefficients
+    if imag is None:
+        return real.abs()
+    squared = real.square() + imag.square()
+    positive = squared > 0
+    return torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
+
+
+def phase(coefficients: Coefficients, num_axes: int) -> Tensor:
+    """Angle of c in (-pi, pi]; 0 with gradient 0 where |c| is rounding noise of its series' spectrum.
+
+    The angle of a bin of relative size `eps` is noise, and its gradient, 1 / |c|, would drown all others.
+    """
+    real, imag = coefficients
+    assert imag is not None
+    size = magnitude((real.detach(), imag.detach()))
+    floor = size.amax(dim=tuple(range(-num_axes, 0)), keepdim=True) * torch.finfo(real.dtype).eps
+    audible = (size > floor) & (size > torch.finfo(real.dtype).tiny ** 0.5)
+    return torch.atan2(torch.where(audible, imag, 0.0), torch.where(audible, real, 1.0))
+
+
+def wrapped(angle: Tensor) -> Tensor:
+    """Bring a difference of angles back to [-pi, pi]."""
+    return angle - (2 * math.pi) * (angle.detach() / (2 * math.pi)).round()
+
+
+# ---- fused value and gradient --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FusedTerms:
+    """What the fused loss adds up: `frequency_scale * sum w_k |T(d)|^p + time_scale * sum |d|^q`.
+
+    `q` is 2 or 1, or None for no time term; `bin_weight` is (*K,) or None for ones.
+    """
+
+    transform: FusedTransform
+    p: float
+    frequency_scale: float
+    bin_weight: Tensor | None
+    q: int | None
+    time_scale: float
+
+
+def fused_loss(
+    input: Tensor, target: Tensor, terms: FusedTerms, differentiable: Callable[[Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return the scalar loss of the difference; its gradient is ready when the forward pass ends.
+
+    Args:
+        input: (..., *L) float, transformed axes last (a view will do), at least one axis before them.
+        target: the same shape.
+        terms: what to add up.
+        differentiable: the same loss from ordinary operations, used where a second derivative is asked for.
+
+    One transform of the difference, one inverse transform, one buffer of the input's size: the batch is
+    worked through in chunks that fit the cache, and the gradient overwrites the difference.
+    """
+    if torch.is_grad_enabled() and (input.requires_grad or target.requires_grad):
+        loss: Tensor = _Fused.apply(input, target, terms, differentiable)  # type: ignore[no-untyped-call]
+        return loss
+    return _value_and_gradient(input, target, terms, need_gradient=False)[0]
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        target: Tensor,
+        terms: FusedTerms,
+        differentiable: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        value, ctx.gradient = _value_and_gradient(input, target, terms, need_gradient=True)
+        ctx.save_for_backward(input, target)
+        ctx.differentiable = differentiable
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        wants_input, wants_target = ctx.needs_input_grad[:2]
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None or torch.is_grad_enabled():
+            # A second backward through a retained graph (the first gave its buffer away), or create_graph=True.
+            signals = [s for s, wanted in zip(ctx.saved_tensors, (wants_input, wants_target), strict=True) if wanted]
+            with torch.enable_grad():
+                value = ctx.differentiable(*ctx.saved_tensors)
+            grads = list(torch.autograd.grad(value, signals, grad_output, create_graph=torch.is_grad_enabled()))
+            return grads[0] if wants_input else None, grads[-1] if wants_target else None, None, None
+        gradient.mul_(grad_output)
+        return gradient if wants_input else None, -gradient if wants_target else None, None, None
+
+
+def _value_and_gradient(
+    input: Tensor, target: Tensor, terms: FusedTerms, need_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    lengths = input.shape[-terms.transform.num_axes :]
+    rows = _rows_per_chunk(input)
+    values = []
+    with torch.no_grad():
+        # Laid out as the input is, so that whoever takes the gradient need not copy it.
+        gradient = torch.empty_like(input) if need_gradient else None
+        scratch = torch.empty_like(input[:rows], memory_format=torch.contiguous_format)
+        for start in range(0, input.shape[0], rows):
+            of_input, of_target = input[start : start + rows], target[start : start + rows]
+            difference = scratch[: of_input.shape[0]]
+            if gradient is not None and gradient.is_contiguous():
+                difference = gradient[start : start + rows]
+            torch.sub(of_input, of_target, out=difference)
+            values.append(_chunk_(difference, lengths, terms, need_gradient))
+            if gradient is not None and not gradient.is_contiguous():
+                gradient[start : start + rows] = difference
+    return values[0] if len(values) == 1 else torch.stack(values).sum(), gradient
+
+
+def _rows_per_chunk(input: Tensor) -> int:
+    if input.device.type != "cpu":
+        return input.shape[0]
+    bytes_per_row = input[0].numel() * input.element_size()
+    return max(1, _CACHE_BYTES // max(1, bytes_per_row))
+
+
+def _chunk_(difference: Tensor, lengths: torch.Size, terms: FusedTerms, need_gradient: bool) -> Tensor:
+    """Add up one chunk; with `need_gradient`, overwrite `difference` (contiguous) with the gradient."""
+    spectrum = terms.transform.spectrum(difference)
+    direction = _direction(spectrum, terms.p)
+    if terms.bin_weight is not None:
+        direction = direction * terms.bin_weight
+    value = _inner(spectrum, direction) * terms.frequency_scale
+    del spectrum
+    if terms.q == 2:
+        value += _inner(difference, difference) * terms.time_scale
+    elif terms.q == 1:
+        value += difference.abs().sum() * terms.time_scale
+    if need_gradient:
+        if terms.q == 2:
+            difference.mul_(2 * terms.time_scale)
+        elif terms.q == 1:
+            difference.sgn_().mul_(terms.time_scale)
+        else:
+            difference.zero_()
+        signal, factor = terms.transform.adjoint_(direction, lengths)
+        difference.add_(signal, alpha=factor * terms.p * terms.frequency_scale)
+    return value
+
+
+def _direction(spectrum: Tensor, p: float) -> Tensor:
+    """c |c|^(p-2): the gradient of |c|^p over p, whose inner product with c is |c|^p."""
+    if p == 2:
+        return spectrum
+    direction = spectrum.sgn()
+    if spectrum.is_complex():
+        # sgn of a subnormal number can come out infinite (its reciprocal is); it is at most 1.
+        torch.view_as_real(direction).clamp_(-1, 1)
+    return direction if p == 1 else direction * spectrum.abs().pow_(p - 1)
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    """Re <a, b>."""
+    if a.is_complex():
+        a, b = torch.view_as_real(a), torch.view_as_real(b)
+    return torch.dot(a.reshape(-1), b.reshape(-1))
