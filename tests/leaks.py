@@ -111,8 +111,13 @@ def command(pid: int) -> str:
         words = (_PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     except OSError:
         words = ""
+    return words[:200] or ("not waited for" if state(pid) == "Z" else "ended")
+
+
+def state(pid: int) -> str:
+    """One letter: R, S, D, T (stopped), Z (not waited for), ...; empty where there is no such process."""
     fields = _stat_fields(pid)
-    return words[:200] or ("not waited for" if fields is not None and fields[0] == "Z" else "ended")
+    return fields[0] if fields is not None else ""
 
 
 def shared_memory() -> Snapshot:
