@@ -19,12 +19,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import forecasting_reproduce as reproduce
 import lightning as L
 import numpy as np
 import torch
 from forecasting_data import DataError, ForecastData, prepare, read_series
 from forecasting_models import BACKBONES
+from forecasting_plot import Curve, Sketch, make_sketch, plot
 from forecasting_runs import Journal, Progress, Record, Run, run_all
+from forecasting_tables import LABELS, Row, best_lr, by_lr, format_text
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -32,10 +35,13 @@ from tqdm import tqdm
 from torchext.losses import FreDFLoss
 
 HERE = Path(__file__).resolve().parent
-PAPER_SETTINGS = ("ETTh1", "ETTh2", "ETTm1", "ETTm2", "ECL", "Traffic", "Weather")  # data sets the authors tuned alpha on
-LABELS = {"mse": "MSE", "mae": "MAE", "fredf": "FreDF", "dct": "DCT", "pca": "PCA", "ours": "ours"}
+PAPER_SETTINGS = ("ETTh1", "ETTh2", "ETTm1", "ETTm2", "ECL", "Traffic", "Weather")  # data the authors tuned alpha on
 MAX_BASIS_WINDOWS = 8192  # a PCA basis of the horizon is settled long before every training window was seen
 EVAL_BATCH_SIZE = 256
+
+
+class LossSpecError(ValueError):
+    """A loss name or spec that means nothing; the message says what would."""
 
 
 def make_loss(spec: str, dataset: str) -> nn.Module:
@@ -48,7 +54,10 @@ def make_loss(spec: str, dataset: str) -> nn.Module:
     """
     name, colon, arguments = spec.partition(":")
     if colon and name == "fredf":
-        return FreDFLoss(**_parse_arguments(arguments, spec))
+        try:
+            return FreDFLoss(**_parse_arguments(arguments, spec))
+        except (TypeError, ValueError) as error:
+            raise LossSpecError(f"losses: {spec!r}: {error}") from error
     match spec:
         case "mse":
             return nn.MSELoss()
@@ -57,12 +66,12 @@ def make_loss(spec: str, dataset: str) -> nn.Module:
         case "fredf":
             return FreDFLoss.paper(dataset) if dataset in PAPER_SETTINGS else FreDFLoss()
         case "dct":
-            return FreDFLoss(basis="dct", norm="ortho")
+            return FreDFLoss(alpha=1.0, basis="dct", norm="ortho")
         case "pca":
-            return FreDFLoss(basis="pca")
+            return FreDFLoss(alpha=1.0, basis="pca")
         case "ours":
             return FreDFLoss.recommended()
-    raise ValueError(
+    raise LossSpecError(
         f"losses: got {spec!r}, expected one of {', '.join(LABELS)}, or 'fredf:' and keyword arguments of FreDFLoss, "
         "such as 'fredf:alpha=0.5,basis=dct'"
     )
@@ -73,7 +82,7 @@ def _parse_arguments(text: str, spec: str) -> dict[str, Any]:
     for item in filter(None, text.split(",")):
         name, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"losses: {item!r} in {spec!r} is not like 'alpha=0.5'")
+            raise LossSpecError(f"losses: {item!r} in {spec!r} is not like 'alpha=0.5'")
         try:
             arguments[name.strip()] = ast.literal_eval(value.strip())
         except (ValueError, SyntaxError):
@@ -162,8 +171,13 @@ def full_config(run: Run) -> Record:
     return dataclasses.asdict(run) | {"data": run.dataset} | resolved
 
 
-def train(run: Run, progress: Progress, num_threads: int = 1) -> Record:
-    """Train and test one model; the record says what was run and what came of it. The same run gives the same errors."""
+def train(
+    run: Run, progress: Progress, *, num_threads: int = 1, with_sketch: bool = False
+) -> tuple[Record, Sketch | None]:
+    """Train and test one model: what was run and what came of it, and on request what a picture of it needs.
+
+    The same run gives the same errors, whatever else is running.
+    """
     torch.set_num_threads(num_threads)
     _quieten_lightning()
     started = time.perf_counter()
@@ -193,7 +207,7 @@ def train(run: Run, progress: Progress, num_threads: int = 1) -> Record:
         (test_errors,) = trainer.test(model, data.loader("test", EVAL_BATCH_SIZE), verbose=False)
         errors.update(best.errors)
         errors.update(test_errors)
-    return {
+    record = {
         "dataset": run.dataset,
         "backbone": run.backbone,
         "horizon": run.horizon,
@@ -205,6 +219,7 @@ def train(run: Run, progress: Progress, num_threads: int = 1) -> Record:
         "seconds": round(time.perf_counter() - started, 2),
         "config": full_config(run),
     }
+    return record, make_sketch(model.backbone, data) if with_sketch else None
 
 
 def _quieten_lightning() -> None:
@@ -214,105 +229,138 @@ def _quieten_lightning() -> None:
     warnings.filterwarnings("ignore", message=".*smaller than the logging interval.*")
 
 
-def summarise(records: list[Record]) -> list[Record]:
-    """One row for each data set, backbone, horizon and loss: means over seeds, at the learning rate best on validation."""
-    cells: dict[tuple[Any, ...], dict[float, list[Record]]] = {}
-    for record in records:
-        cell = tuple(record[name] for name in ("dataset", "backbone", "horizon", "loss"))
-        cells.setdefault(cell, {}).setdefault(record["lr"], []).append(record)
-    rows = []
-    for cell, by_lr in cells.items():
-        lr = min(by_lr, key=lambda lr: _mean(by_lr[lr], "val_mse")[0])
-        row = dict(zip(("dataset", "backbone", "horizon", "loss"), cell, strict=True))
-        row |= {"lr": lr, "seeds": sorted(record["seed"] for record in by_lr[lr])}
-        for name in ("val_mse", "val_mae", "test_mse", "test_mae", "num_epochs", "seconds"):
-            row[name], row[f"{name}_std"] = _mean(by_lr[lr], name)
-        rows.append(row)
-    return rows
+def train_missing(
+    runs: list[Run], journal: Journal, args: argparse.Namespace
+) -> tuple[list[Record], dict[str, Sketch]]:
+    """Train what the journal does not hold yet (everything, unless resuming).
 
-
-def _mean(records: list[Record], name: str) -> tuple[float, float]:
-    values = [float("inf") if record[name] is None else record[name] for record in records]  # None: it diverged
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-
-
-def format_table(rows: list[Record]) -> str:
-    lines = []
-    for title, group in itertools.groupby(rows, key=lambda row: (row["dataset"], row["horizon"], row["backbone"])):
-        lines.append("\n{}, horizon {}, {}".format(*title))
-        lines.append(f"{'trained with':<14}{'lr':>8}{'val MSE':>10}{'test MSE':>10}{'test MAE':>10}{'epochs':>8}{'seconds':>9}")
-        for row in group:
-            label = LABELS.get(row["loss"], row["loss"])
-            if len(label) > 14:
-                lines.append(label)
-                label = ""
-            numbers = "".join(f"{row[name]:>10.4f}" for name in ("val_mse", "test_mse", "test_mae"))
-            lines.append(f"{label:<14}{row['lr']:>8g}{numbers}{row['num_epochs']:>8.1f}{row['seconds']:>9.1f}")
-    return "\n".join(lines)
-
-
-def run_missing(runs: list[Run], journal: Journal, args: argparse.Namespace) -> list[Record]:
-    """Train what the journal does not hold yet (everything, unless resuming); records in the order of `runs`."""
+    Returns:
+        The records in the order of `runs`, and the sketches of those trained now by the key of their config.
+    """
     keys = {run: journal.key(full_config(run)) for run in runs}
-    finished = journal.load() if args.resume else {}
+    finished = journal.load() if args.resume or args.reproduce else {}
     missing = [run for run in keys if keys[run] not in finished]
     if len(missing) < len(keys):
         print(f"{len(keys) - len(missing)} of {len(keys)} runs found finished in {journal.path}")
+    sketches: dict[str, Sketch] = {}
     with tqdm(total=sum(run.epochs for run in missing), unit="epoch", disable=not missing) as bar:
 
         def progress(text: str, num_epochs: int) -> None:
             bar.set_description_str(text, refresh=False)
             bar.update(num_epochs)
 
-        worker = functools.partial(train, num_threads=args.threads)
-        for run, record in run_all(missing, worker, args.jobs, progress):
+        worker = functools.partial(train, num_threads=args.threads, with_sketch=not args.reproduce)
+        for run, (record, sketch) in run_all(missing, worker, args.jobs, progress):
             journal.append(record)
             finished[keys[run]] = record
-    return [finished[key] for key in keys.values()]
+            if sketch is not None:
+                sketches[keys[run]] = sketch
+    return [finished[key] for key in keys.values()], sketches
+
+
+def plot_all(rows: list[Row], sketches: dict[str, Sketch], runs: list[Run], folder: Path) -> None:
+    """One picture for each data set, horizon and backbone."""
+    for title, group in itertools.groupby(rows, key=lambda row: row.title):
+        dataset, horizon, backbone = title
+        path = folder / f"{dataset}-{horizon}-{backbone}.png"
+        shown = [(row, sketches.get(Journal.key(row.records[0]["config"]))) for row in group]
+        curves = [
+            Curve(row.label, sketch, row.values("test_mse"), row.values("test_mae")) for row, sketch in shown if sketch
+        ]
+        if not curves:
+            print(f"no picture {path}: its runs were found finished; run without --resume to draw it")
+            continue
+        run = next(run for run in runs if run.dataset == dataset and run.horizon == horizon)
+        heading = f"{dataset}, {horizon} steps ahead: the same {backbone}, trained with different losses"
+        plot(curves, load_data(run.data, run.lookback, horizon), heading, path)
+        print(f"picture: {path}")
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--data", nargs="+", default=["ETTh1"], help="CSV files, or names of files in --data-dir")
-    parser.add_argument("--data-dir", type=Path, default=HERE / "data", help="where named data sets lie")
-    parser.add_argument("--horizon", nargs="+", type=int, default=[96], help="steps to forecast")
-    parser.add_argument("--lookback", type=int, default=96, help="steps to read")
-    parser.add_argument("--backbone", nargs="+", choices=sorted(BACKBONES), default=["itransformer"])
-    parser.add_argument("--losses", nargs="+", default=["mse", "mae", "fredf", "dct"], help="names or specs, see make_loss")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[2023])
-    parser.add_argument("--lr", type=float, default=1e-3, help="first learning rate; it is halved after each epoch")
-    parser.add_argument("--lr-sweep", nargs="+", type=float, help="try these and report the best on validation")
-    parser.add_argument("--epochs", type=int, default=10)
-    parser.add_argument("--limit-batches", type=int, help="training batches per epoch, for quick trials")
-    parser.add_argument("--jobs", type=int, default=1, help="runs trained at the same time, in their own processes")
-    parser.add_argument("--threads", type=int, default=1, help="threads per run; more help only with many variables")
-    parser.add_argument("--out", type=Path, default=Path("forecast-out"), help="folder for results")
+    parser = argparse.ArgumentParser(description="Train a forecaster with several losses and compare them.")
+    add = functools.partial(parser.add_argument, metavar="X")
+    add("--data", nargs="+", help="CSV files, or names of files in --data-dir (ETTh1)")
+    add("--data-dir", type=Path, default=HERE / "data", help="where named data sets lie (examples/data)")
+    add("--horizon", nargs="+", type=int, help="steps to forecast (96)")
+    add("--lookback", type=int, default=96, help="steps to read (96)")
+    add("--backbone", nargs="+", choices=sorted(BACKBONES), help="itransformer or dlinear (itransformer)")
+    add("--losses", nargs="+", help=f"of {', '.join(LABELS)}, fredf:alpha=0.5,basis=dct,... (mse mae fredf dct)")
+    add("--seeds", nargs="+", type=int, help="one run for each (2023)")
+    add("--lr", type=float, default=1e-3, help="first learning rate; it is halved after each epoch (1e-3)")
+    add("--lr-sweep", nargs="+", type=float, help="try these instead and report the best on validation")
+    add("--epochs", type=int, default=10, help="at most; training stops 3 epochs after the best (10)")
+    add("--limit-batches", type=int, help="training batches per epoch, for quick trials (all)")
+    add("--jobs", type=int, default=1, help="runs trained at the same time, each in its own process (1)")
+    add("--threads", type=int, default=1, help="threads per run; more help only with many variables (1)")
+    add("--out", type=Path, default=Path("forecast-out"), help="folder for results (forecast-out)")
     parser.add_argument("--resume", action="store_true", help="skip runs that --out already holds")
-    return parser.parse_args()
+    parser.add_argument(
+        "--reproduce", action="store_true", help="the whole table, resumable: reproduce.md and reproduce.json in --out"
+    )
+    args = parser.parse_args()
+    for name in ("lookback", "epochs", "jobs", "threads"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name}: got {getattr(args, name)}, expected at least 1")
+    return args
+
+
+def plan(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
+    """The runs asked for, and a sentence for each data set that --reproduce leaves out.
+
+    Raises:
+        DataError, LossSpecError: found before anything is trained.
+    """
+    if args.reproduce:
+        cells = [
+            cell
+            for cell in reproduce.CELLS
+            if all(wanted is None or value in wanted for value, wanted in zip(cell, (args.backbone, args.data, args.horizon)))
+        ]
+        losses, seeds = args.losses or reproduce.LOSSES, args.seeds or reproduce.SEEDS
+        args.lr_sweep = args.lr_sweep or reproduce.LR_GRID
+        lrs = {loss: reproduce.learning_rates(loss, args.lr_sweep) for loss in losses}
+    else:
+        cells = list(itertools.product(args.backbone or ["itransformer"], args.data or ["ETTh1"], args.horizon or [96]))
+        losses, seeds = args.losses or ["mse", "mae", "fredf", "dct"], args.seeds or [2023]
+        lrs = {loss: args.lr_sweep or [args.lr] for loss in losses}
+    runs, skipped = [], {}
+    for backbone, name, horizon in cells:
+        path = find_data(name, args.data_dir)
+        if args.reproduce and not Path(path).is_file():
+            skipped[name] = f"{name}: no {name}.csv in --data-dir; it is not shipped, get it from zhouhaoyi/ETDataset."
+            continue
+        load_data(path, args.lookback, horizon)
+        for loss, seed in itertools.product(losses, seeds):
+            make_loss(loss, Path(path).stem)
+            limits = {"epochs": args.epochs, "limit_batches": args.limit_batches}
+            runs += [Run(path, backbone, args.lookback, horizon, loss, lr, seed, **limits) for lr in lrs[loss]]
+    return runs, list(skipped.values())
 
 
 def find_data(name: str, data_dir: Path) -> str:
-    """A path as given, or the file of that name in `data_dir`."""
-    return name if name.endswith(".csv") else str(data_dir / f"{name}.csv")
+    """A path as given, or the file of that name in `data_dir` or among those shipped."""
+    if name.endswith(".csv"):
+        return name
+    shipped, given = HERE / "data" / f"{name}.csv", data_dir / f"{name}.csv"
+    return str(shipped if shipped.is_file() and not given.is_file() else given)
 
 
 def main() -> None:
     args = parse_arguments()
-    runs = [
-        Run(find_data(data, args.data_dir), backbone, args.lookback, horizon, loss, lr, seed,
-            epochs=args.epochs, limit_batches=args.limit_batches)
-        for data, backbone, horizon, loss, lr, seed in itertools.product(
-            args.data, args.backbone, args.horizon, args.losses, args.lr_sweep or [args.lr], args.seeds
-        )
-    ]
-    for path, horizon in dict.fromkeys((run.data, run.horizon) for run in runs):
-        load_data(path, args.lookback, horizon)
-    records = run_missing(runs, Journal(args.out / "runs.jsonl"), args)
-    print(format_table(summarise(records)))
+    try:
+        runs, skipped = plan(args)
+    except (DataError, LossSpecError) as error:
+        sys.exit(f"forecast.py: {error}")
+    records, sketches = train_missing(runs, Journal(args.out / "runs.jsonl"), args)
+    rows = by_lr(records)
+    if args.reproduce:
+        for path in reproduce.write_report(records, args.lr_sweep, skipped, args.out):
+            print(f"report: {path}")
+        print("\n".join(skipped))
+        return
+    print(format_text(best_lr(rows)))
+    plot_all(best_lr(rows), sketches, runs, args.out)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (DataError, ValueError) as error:
-        sys.exit(f"forecast.py: {error}")
+    main()
