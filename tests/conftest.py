@@ -56,12 +56,20 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     environment = dict(os.environ)
     yield
     found = leaks.find(before, ignore=allowed, settle_s=request.config.getoption("--settle-s"))
-    if "environment" in found or "environment" in allowed:  # the next test starts from the same one
-        os.environ.clear()
-        os.environ.update(environment)
+    _restore(environment)  # so the next test starts from the same one, whatever became of this
     if found:
         lines = [f"  {kind}: {word}" for kind, words in found.items() for word in words]
         pytest.fail("the test left behind\n" + "\n".join(lines), pytrace=False)
+
+
+def _restore(environment: dict[str, str]) -> None:
+    for name in set(os.environ) | set(environment):
+        if name in leaks.LASTING_VARIABLES or name == "PYTEST_CURRENT_TEST":
+            continue
+        if name not in environment:
+            del os.environ[name]
+        elif os.environ.get(name) != environment[name]:
+            os.environ[name] = environment[name]
 
 
 @pytest.fixture(autouse=True)

@@ -24,6 +24,14 @@ MARKER = "TORCHEXT_TEST_PROCESS"
 
 _PROC = Path("/proc")
 _SHM = Path("/dev/shm")
+# Set by libraries for as long as the process lives, when they are first used: by torch's compiler (which the first step
+# of an optimizer loads) and by Lightning's look for GPUs. They do not change what a later test does.
+LASTING_VARIABLES = frozenset(
+    {"TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
+)
+# Of the test that runs: its name, by pytest; its seed, by Lightning's seed_everything. conftest.py takes these away.
+_VARIABLES_OF_A_TEST = frozenset({"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
+
 _LISTENING_TCP = "0A"
 _ACCEPTS_CONNECTIONS = 0x10000  # __SO_ACCEPTCON in /proc/net/unix
 
@@ -202,8 +210,8 @@ def _rows(table: str) -> list[list[str]]:
 
 def environment() -> Snapshot:
     """Environment variables with their values. A removed one shows in `find`, which compares both ways."""
-    # pytest itself keeps the name of the running test here.
-    return {item: f"{item[0]}={item[1]}" for item in os.environ.items() if item[0] != "PYTEST_CURRENT_TEST"}
+    ignored = LASTING_VARIABLES | _VARIABLES_OF_A_TEST
+    return {item: f"{item[0]}={item[1]}" for item in os.environ.items() if item[0] not in ignored}
 
 
 def process_groups() -> Snapshot:
