@@ -1,0 +1,59 @@
+"""The ``torchext`` command: finds the subcommand and hands over to it.
+
+Each subcommand is ``main(argv: list[str]) -> int`` in the package of its feature, imported when it is called; what it
+returns is the exit status.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import torchext
+
+# Name -> ("module:function", what it does, for the help).
+_COMMANDS = {
+    "doctor": ("torchext.doctor.cli:main", "say what this machine offers to torchext, and how to get the rest"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand; the console script and ``python -m torchext`` exit with what it returns.
+
+    Args:
+        argv: The command line without the program; None takes that of this process.
+
+    Raises:
+        SystemExit: For ``--help``, ``--version`` and a command line that is not understood, as argparse does.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Up to the subcommand only: what follows, --help included, is for it.
+    command = _parser().parse_args(words[:1]).command
+    module, _, function = _COMMANDS[command][0].partition(":")
+    try:
+        status: int = getattr(importlib.import_module(module), function)(words[1:])
+        sys.stdout.flush()  # here, where a closed pipe can still be told apart
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough. Python would complain once more when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as a shell reports a death by SIGPIPE
+    except KeyboardInterrupt:
+        return 130  # by SIGINT
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    listing = "\n".join(f"  {name:<10}{words}" for name, (_, words) in sorted(_COMMANDS.items()))
+    parser = argparse.ArgumentParser(
+        prog="torchext",
+        usage="torchext [--help] [--version] COMMAND ...",
+        description="PyTorch training extensions.",
+        epilog=f"commands:\n{listing}\n\nwhat a command takes: torchext COMMAND --help",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"torchext {torchext.__version__}")
+    parser.add_argument("command", choices=sorted(_COMMANDS), metavar="COMMAND", help=argparse.SUPPRESS)
+    return parser
