@@ -38,6 +38,7 @@ HERE = Path(__file__).resolve().parent
 PAPER_SETTINGS = ("ETTh1", "ETTh2", "ETTm1", "ETTm2", "ECL", "Traffic", "Weather")  # data the authors tuned alpha on
 MAX_BASIS_WINDOWS = 8192  # a PCA basis of the horizon is settled long before every training window was seen
 EVAL_BATCH_SIZE = 256
+NAMES = {"itransformer": "iTransformer", "dlinear": "DLinear"}
 
 
 class LossSpecError(ValueError):
@@ -48,8 +49,9 @@ def make_loss(spec: str, dataset: str) -> nn.Module:
     """The loss that a name or a spec stands for.
 
     Args:
-        spec: `mse`, `mae`, `fredf` (the authors' alpha for the data set), `dct`, `pca`, `ours` (`FreDFLoss.recommended()`),
-            or `fredf:` and keyword arguments of FreDFLoss, as in `fredf:alpha=0.5,basis=dct,norm=ortho,time_loss=mae`.
+        spec: `mse`, `mae`, `fredf` (the authors' alpha for the data set), `dct` and `pca` (mean absolute difference
+            in that basis alone), `ours` (`FreDFLoss.recommended()`), or `fredf:` and keyword arguments of FreDFLoss,
+            as in `fredf:alpha=0.5,basis=dct,norm=ortho,time_loss=mae`.
         dataset: name of the data set, as the authors spell it.
     """
     name, colon, arguments = spec.partition(":")
@@ -182,7 +184,7 @@ def train(
     _quieten_lightning()
     started = time.perf_counter()
     data = load_data(run.data, run.lookback, run.horizon)
-    L.seed_everything(run.seed, verbose=False)
+    torch.manual_seed(run.seed)  # of weights and dropout; the loader has its own
     loss = make_loss(run.loss, run.dataset)
     if getattr(loss, "basis", None) == "pca":
         loss.fit(data.splits["train"].targets(MAX_BASIS_WINDOWS))
@@ -271,7 +273,7 @@ def plot_all(rows: list[Row], sketches: dict[str, Sketch], runs: list[Run], fold
             print(f"no picture {path}: its runs were found finished; run without --resume to draw it")
             continue
         run = next(run for run in runs if run.dataset == dataset and run.horizon == horizon)
-        heading = f"{dataset}, {horizon} steps ahead: the same {backbone}, trained with different losses"
+        heading = f"{dataset}, {horizon} steps ahead: {NAMES[backbone]} trained with each loss"
         plot(curves, load_data(run.data, run.lookback, horizon), heading, path)
         print(f"picture: {path}")
 
@@ -311,10 +313,11 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
         DataError, LossSpecError: found before anything is trained.
     """
     if args.reproduce:
+        wanted = (args.backbone, args.data, args.horizon)
         cells = [
             cell
             for cell in reproduce.CELLS
-            if all(wanted is None or value in wanted for value, wanted in zip(cell, (args.backbone, args.data, args.horizon)))
+            if all(choice is None or part in choice for part, choice in zip(cell, wanted, strict=True))
         ]
         losses, seeds = args.losses or reproduce.LOSSES, args.seeds or reproduce.SEEDS
         args.lr_sweep = args.lr_sweep or reproduce.LR_GRID

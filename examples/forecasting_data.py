@@ -1,7 +1,8 @@
 """Multivariate series from CSV files, cut into look-back and forecast windows by the usual benchmark protocol.
 
-A file has a `date` column and numeric columns. ETT files are split 12/4/4 months, others 0.7/0.1/0.2 by rows; validation
-and test windows may look back into the split before theirs; values are z-scored by the training rows' statistics.
+A file has a `date` column and numeric columns. ETT files are split 12/4/4 months, others 0.7/0.1/0.2 by rows;
+validation and test windows may look back into the split before theirs; values are z-scored by the statistics of the
+training rows.
 
 Shape suffixes: R rows of a file, D variables, F time features, L look-back steps, T forecast steps,
 W = L + T steps of a window, B windows in a batch.
@@ -25,7 +26,8 @@ from torch.utils.data import DataLoader, Dataset
 SPLITS = ("train", "val", "test")
 _DATE_FORMATS = ("%Y/%m/%d %H:%M", "%Y/%m/%d %H:%M:%S", "%Y/%m/%d", "%m/%d/%Y %H:%M", "%m/%d/%Y")
 _DATE_PARSERS: list[Callable[[str], datetime]] = [datetime.fromisoformat] + [
-    functools.partial(lambda text, pattern: datetime.strptime(text, pattern), pattern=pattern) for pattern in _DATE_FORMATS
+    functools.partial(lambda text, pattern: datetime.strptime(text, pattern), pattern=pattern)
+    for pattern in _DATE_FORMATS
 ]
 _MINUTE, _HOUR, _DAY, _WEEK, _MONTH = 60, 3600, 86400, 7 * 86400, 28 * 86400
 
@@ -51,6 +53,11 @@ class Series:
     dates_R: np.ndarray
     values_RD: np.ndarray
     sha256: str
+
+    @property
+    def step_s(self) -> int:
+        """Seconds between rows: the median, as files have gaps."""
+        return _step_s(self.dates_R)
 
 
 def read_series(path: str | Path) -> Series:
@@ -115,11 +122,15 @@ def _parse_dates(column: tuple[str, ...], path: Path) -> np.ndarray:
     raise DataError(f"{path}: date {column[0]!r} not understood; write dates like '2016-07-01 00:00:00'")
 
 
+def _step_s(dates_R: np.ndarray) -> int:
+    return int(np.median(np.diff(dates_R).astype(np.int64))) if len(dates_R) > 1 else _HOUR
+
+
 def time_features(dates_R: np.ndarray) -> np.ndarray:
     """Calendar features `(R, F)` float32, each scaled to [-0.5, 0.5]; which ones depends on the step between rows.
 
-    Below a minute: second, minute, hour, day of week, of month, of year; below an hour: from the minute; below a day: from
-    the hour; below a week: from the day of week; below four weeks: day of month, ISO week of year; else: month.
+    Below a minute: second, minute, hour, day of week, of month, of year; below an hour: from the minute; below a day:
+    from the hour; below a week: from the day of week; below four weeks: day of month, ISO week of year; else: month.
     """
     days_R = dates_R.astype("datetime64[D]")
     months_R = dates_R.astype("datetime64[M]")
@@ -136,7 +147,7 @@ def time_features(dates_R: np.ndarray) -> np.ndarray:
         day_of_month_R / 30,
         day_of_year_R / 365,
     ]
-    step_s = int(np.median(np.diff(dates_R).astype(np.int64))) if len(dates_R) > 1 else _HOUR
+    step_s = _step_s(dates_R)
     if step_s >= _MONTH:
         features = [months_R.astype(np.int64) % 12 / 11]
     elif step_s >= _WEEK:
@@ -237,7 +248,7 @@ def prepare(series: Series, lookback: int, horizon: int) -> ForecastData:
     for split, (start, stop) in borders.items():
         if start < 0 or stop - start < lookback + horizon:
             raise DataError(
-                f"data: {series.name} has {num_rows} rows, of which the {split} split gets rows {max(start, 0)} to {stop}; "
+                f"data: {series.name} has {num_rows} rows, of which {split} gets rows {max(start, 0)} to {stop}; "
                 f"lookback {lookback} + horizon {horizon} needs {lookback + horizon} rows in each split; "
                 "use a longer file or shorter windows"
             )

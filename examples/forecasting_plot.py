@@ -16,7 +16,14 @@ import torch
 from forecasting_data import ForecastData, Windows
 from torch import Tensor, nn
 
-COLOURS = {"MSE": "#7a7a7a", "MAE": "#e69f00", "FreDF": "#0072b2", "DCT": "#d55e00", "PCA": "#009e73", "ours": "#cc79a7"}
+COLOURS = {
+    "MSE": "#7a7a7a",
+    "MAE": "#e69f00",
+    "FreDF": "#0072b2",
+    "DCT": "#d55e00",
+    "PCA": "#009e73",
+    "ours": "#cc79a7",
+}
 SPARE_COLOURS = ("#56b4e9", "#8c564b", "#bcbd22", "#6a3d9a", "#17becf", "#e377c2")
 TRUTH = "#1a1a1a"
 
@@ -82,6 +89,8 @@ def plot(curves: Sequence[Curve], data: ForecastData, title: str, path: Path) ->
     _plot_scores(scores, curves, colours)
     for axes in figure.findobj(matplotlib.axes.Axes):
         axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(color="#e8e8e4", lw=0.6)
+        axes.set_axisbelow(True)
         axes.tick_params(labelsize=9, colors="#444444")
         axes.title.set(fontsize=10.5, fontweight="bold", ha="left", x=0)
     figure.suptitle(title, fontsize=14, fontweight="bold", x=0.012, ha="left")
@@ -95,17 +104,19 @@ def _plot_examples(
     """The example window of the last three variables, in the file's units."""
     x_LD, _, y_TD = windows[example_index(windows)]
     series_WD = torch.cat([x_LD, y_TD]).numpy() * data.std_D + data.mean_D
-    step_WT = np.arange(len(series_WD)) - len(x_LD)
+    step_s = data.series.step_s
+    unit, unit_s = ("hours", 3600) if step_s < 86400 else ("days", 86400)
+    time_W = (np.arange(len(series_WD)) - len(x_LD)) * step_s / unit_s
     columns = range(len(data.series.columns))[-3:]
     panels = figure.subplots(1, len(columns), squeeze=False)[0]
     for axes, column in zip(panels, columns, strict=True):
-        axes.axvspan(step_WT[0], -0.5, color="#f3f3f0", lw=0)
-        axes.plot(step_WT, series_WD[:, column], color=TRUTH, lw=1.3, label="measured")
+        axes.axvspan(time_W[0], 0, color="#f3f3f0", lw=0)
+        axes.plot(time_W, series_WD[:, column], color=TRUTH, lw=1.3, label="measured")
         for curve, colour in zip(curves, colours, strict=True):
             forecast_T = curve.sketch.forecast_TD[:, column] * data.std_D[column] + data.mean_D[column]
-            axes.plot(step_WT[len(x_LD) :], forecast_T, color=colour, lw=1.6, alpha=0.9, label=curve.label)
-        axes.set_title(f"{data.series.columns[column]}, one test window")
-        axes.set_xlabel("steps from the start of the forecast", fontsize=9)
+            axes.plot(time_W[len(x_LD) :], forecast_T, color=colour, lw=1.6, alpha=0.9, label=curve.label)
+        axes.set_title(f"{data.series.columns[column]}: the middle test window")
+        axes.set_xlabel(f"{unit} from the start of the forecast", fontsize=9)
         axes.margins(x=0)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9.5)
@@ -119,7 +130,7 @@ def _plot_spectra(
     truth_K = torch.zeros(())
     for *_, y_BTD in data.loader("test", batch_size=256):
         truth_K = truth_K + _amplitudes(y_BTD)
-    step_s = float(np.median(np.diff(data.series.dates_R).astype(np.int64)))
+    step_s = data.series.step_s
     unit, unit_s = ("day", 86400) if step_s < 86400 else ("year", 365.25 * 86400)
     # The lowest frequency, zero, is left out: it has no place on a logarithmic axis.
     frequency_K = np.fft.rfftfreq(horizon, d=step_s / unit_s)[1:]
@@ -135,6 +146,8 @@ def _plot_spectra(
     error.set_ylabel("% more or less error", fontsize=9)
     for axes in (spectrum, error):
         axes.set_xlabel(f"cycles per {unit}", fontsize=9)
+        axes.set_xticks([tick for tick in 2.0 ** np.arange(-6, 12) if frequency_K[0] <= tick <= frequency_K[-1]])
+        axes.minorticks_off()
         axes.xaxis.set_major_formatter("{x:g}")
         axes.margins(x=0.01)
 
@@ -145,9 +158,14 @@ def _plot_scores(axes: Any, curves: Sequence[Curve], colours: Sequence[str]) -> 
         for marker, values in (("o", curve.test_mse), ("D", curve.test_mae)):
             axes.plot(values, [row] * len(values), marker, color=colour, ms=7, alpha=0.5 if len(values) > 1 else 1)
             axes.annotate(
-                f"{np.mean(values):.4f}", (np.mean(values), row), (0, 8), textcoords="offset points", ha="center", fontsize=9
+                f"{np.mean(values):.4f}",
+                (np.mean(values), row),
+                (0, 8),
+                textcoords="offset points",
+                ha="center",
+                fontsize=9,
             )
-    axes.set_yticks(range(len(curves)), [curve.label for curve in curves])
+    axes.set_yticks(range(len(curves)), [curve.label.replace(",", ",\n") for curve in curves])
     axes.set_ylim(len(curves) - 0.5, -0.7)
     axes.set_title("Test MSE (●) and MAE (◆)")
     axes.set_xlabel("lower is better", fontsize=9)

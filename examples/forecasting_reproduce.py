@@ -1,7 +1,7 @@
 """The whole table of examples/forecast.py --reproduce: which runs it takes, and the report on them.
 
-Every loss is given the learning rate that is best for it on validation, out of one small grid, and the settings of FreDF's
-authors stand beside it, so that neither side wins by tuning.
+Every loss is given the learning rate that is best for it on validation, out of one small grid, and the settings of
+FreDF's authors stand beside it, so that neither side wins by tuning.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forecasting_tables import LABELS, Record, Row, best_lr, by_lr, format_markdown
+from forecasting_tables import LABELS, Record, best_lr, by_lr, format_markdown
 
 HORIZONS = (96, 192, 336, 720)
 CELLS = (
@@ -45,7 +45,9 @@ def write_report(
 
     Args:
         records: finished runs, of the grid and of the authors' settings.
+        grid: the learning rates to choose from.
         skipped: a sentence for each thing left out.
+        folder: where to write.
     """
     rows = by_lr(records)
     losses = list(dict.fromkeys(row.loss for row in rows))
@@ -58,15 +60,15 @@ def write_report(
         if loss in AUTHORS_LR
     }
     about = provenance() | {"seeds": sorted({record["seed"] for record in records}), "lr_grid": list(grid)}
-    criteria = {
-        f"{record['loss']} on {record['dataset']}": record["config"]["criterion"] for record in records
-    }
+    criteria = {f"{record['loss']} on {record['dataset']}": record["config"]["criterion"] for record in records}
 
+    seeds = ", ".join(map(str, about["seeds"]))
+    lrs = ", ".join(f"{lr:g}" for lr in grid)
     text = [
         "# Forecasting with FreDF: all results",
         "",
-        f"Test MSE / MAE on normalised values, mean ± standard deviation over seeds {', '.join(map(str, about['seeds']))}; "
-        f"lowest in bold. Each loss at its own learning rate, best on validation MSE among {', '.join(f'{lr:g}' for lr in grid)}; "
+        f"Test MSE / MAE on normalised values, mean ± standard deviation over seeds {seeds}; lowest in bold. "
+        f"Each loss at its own learning rate, best on validation MSE among {lrs}; "
         "the last columns at the learning rates of FreDF's authors, whatever validation says.",
         "",
         format_markdown(columns),

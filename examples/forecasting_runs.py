@@ -1,7 +1,7 @@
 """Many independent training runs: what each one is, where its result is kept, and running them side by side.
 
-Results go to a JSON-lines journal, one line per finished run, written by the parent process as each run ends. A job that
-is killed and started again reads the journal and does only what is missing; a torn last line is a run that is missing.
+Results go to a JSON-lines journal, one line per finished run, written by the parent process as each run ends. A job
+that is killed and started again reads the journal and does only what is missing; a torn last line is a missing run.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def run_all(
     """Train each run and yield it with its result as it ends.
 
     Args:
-        train: called as `train(run, progress)`; with more than one job in a spawned process, so a module-level function.
+        runs: all independent of each other.
+        train: called as `train(run, progress)`; with more than one job in a spawned process, so it must pickle.
         jobs: processes to use; 1 trains in this process, in order.
         progress: called in this process, from one thread at a time.
 

@@ -89,7 +89,9 @@ def format_text(rows: Sequence[Row]) -> str:
         shown = list(group)
         width = max(14, *(len(row.label) + 2 for row in shown))
         lines.append("\n{}, horizon {}, {}".format(*title))
-        lines.append(f"{'trained with':<{width}}{'lr':>8}{'val MSE':>10}{'test MSE':>10}{'test MAE':>10}{'epochs':>8}{'s':>7}")
+        lines.append(
+            f"{'trained with':<{width}}{'lr':>8}{'val MSE':>10}{'test MSE':>10}{'test MAE':>10}{'epochs':>8}{'s':>7}"
+        )
         for row in shown:
             errors = "".join(f"{row.mean(name):>10.4f}" for name in ("val_mse", "test_mse", "test_mae"))
             effort = f"{row.mean('num_epochs'):>8.1f}{row.mean('seconds'):>7.1f}"
@@ -108,8 +110,15 @@ def format_markdown(columns: dict[str, Sequence[Row]]) -> str:
     lines = []
     for (backbone, dataset), group in itertools.groupby(titles, key=lambda title: (title[2], title[0])):
         cells = {title[1]: [found[heading].get(title) for heading in columns] for title in group}
-        lines += [f"### {backbone}, {dataset}", "", "| horizon | " + " | ".join(columns) + " |", "|---:|" + ":--|" * len(columns)]
-        lines += [_markdown_line(str(horizon), [[row] if row else [] for row in rows]) for horizon, rows in cells.items()]
+        lines += [
+            f"### {backbone}, {dataset}",
+            "",
+            "| horizon | " + " | ".join(columns) + " |",
+            "|---:|" + ":--|" * len(columns),
+        ]
+        lines += [
+            _markdown_line(str(horizon), [[row] if row else [] for row in rows]) for horizon, rows in cells.items()
+        ]
         if len(cells) > 1:
             complete = [list(column) if all(column) else [] for column in zip(*cells.values(), strict=True)]
             lines.append(_markdown_line("mean", complete))
@@ -118,9 +127,11 @@ def format_markdown(columns: dict[str, Sequence[Row]]) -> str:
 
 
 def _markdown_line(name: str, cells: Sequence[Sequence[Row]]) -> str:
-    """One line; each cell is the mean of its rows, empty without any, with learning rate and spread if it is one row."""
+    """One line; a cell is the mean of its rows, with spread and learning rate if it is just one, empty without any."""
     metrics = ("test_mse", "test_mae")
-    means = [[float(np.mean([row.mean(metric) for row in cell])) for metric in metrics] if cell else None for cell in cells]
+    means = [
+        [float(np.mean([row.mean(metric) for row in cell])) for metric in metrics] if cell else None for cell in cells
+    ]
     lowest = [min((mean[i] for mean in means if mean), default=None) for i in range(len(metrics))]
     texts = []
     for cell, mean in zip(cells, means, strict=True):
