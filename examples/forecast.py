@@ -1,8 +1,30 @@
-"""Train a forecaster with several losses and compare them: FreDF as a drop-in replacement of the MSE.
+r"""Train a forecaster with different losses on real data and compare them: FreDF as a drop-in for the MSE.
 
     python examples/forecast.py
 
-PLACEHOLDER
+reads 96 hours of a power transformer's seven series and forecasts the next 96, with an iTransformer trained by each
+loss in turn. It takes one to two minutes on two cores and prints (other machines differ in the last digits)
+
+    ETTh1, horizon 96, itransformer
+    trained with        lr   val MSE  test MSE  test MAE  epochs      s
+    MSE              0.001    0.6847    0.3918    0.4086     4.0   13.6
+    MAE              0.001    0.6842    0.3866    0.3990     6.0   20.1
+    FreDF            0.001    0.6821    0.3789    0.3983     8.0   27.0
+    DCT              0.001    0.6898    0.3754    0.3944    10.0   33.9
+    picture: forecast-out/ETTh1-96-itransformer.png
+
+The picture shows forecasts, and where on the frequency axis the losses differ. Your own file: `--data file.csv`, with a
+`date` column and numeric ones. Several values of --data, --horizon, --backbone, --losses, --seeds are combined:
+
+    python examples/forecast.py --backbone dlinear --horizon 96 192 --seeds 1 2 3 --lr-sweep 1e-4 1e-3 \
+        --losses mse fredf fredf:alpha=0.5,basis=dct,norm=ortho,time_loss=mae
+
+The whole table, resumable (hours on two cores; ETTh2.csv is looked for in --data-dir):
+
+    python examples/forecast.py --reproduce --data-dir DIR
+
+Protocol: 12/4/4 months for training, validation and test, z-scored by the training rows; Adam, batches of 32, at most
+10 epochs, the learning rate halved after each; the weights best on validation MSE are tested, on every window.
 """
 
 from __future__ import annotations
@@ -13,6 +35,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import os
 import sys
 import time
 import warnings
@@ -220,6 +243,7 @@ def train(
         **errors,
         "seconds": round(time.perf_counter() - started, 2),
         "config": full_config(run),
+        "commit": reproduce.commit(),
     }
     return record, make_sketch(model.backbone, data) if with_sketch else None
 
@@ -278,6 +302,11 @@ def plot_all(rows: list[Row], sketches: dict[str, Sketch], runs: list[Run], fold
         print(f"picture: {path}")
 
 
+def _num_cores() -> int:
+    """Of those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a forecaster with several losses and compare them.")
     add = functools.partial(parser.add_argument, metavar="X")
@@ -292,7 +321,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--lr-sweep", nargs="+", type=float, help="try these instead and report the best on validation")
     add("--epochs", type=int, default=10, help="at most; training stops 3 epochs after the best (10)")
     add("--limit-batches", type=int, help="training batches per epoch, for quick trials (all)")
-    add("--jobs", type=int, default=1, help="runs trained at the same time, each in its own process (1)")
+    add("--jobs", type=int, default=_num_cores(), help="runs trained at the same time, in their own processes (cores)")
     add("--threads", type=int, default=1, help="threads per run; more help only with many variables (1)")
     add("--out", type=Path, default=Path("forecast-out"), help="folder for results (forecast-out)")
     parser.add_argument("--resume", action="store_true", help="skip runs that --out already holds")

@@ -5,6 +5,7 @@ Shape suffixes: B windows in a batch, L look-back steps, T forecast steps, D var
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import matplotlib.figure
 import numpy as np
 import torch
 from forecasting_data import ForecastData, Windows
+from matplotlib.ticker import MultipleLocator
 from torch import Tensor, nn
 
 COLOURS = {
@@ -118,6 +120,8 @@ def _plot_examples(
         axes.set_title(f"{data.series.columns[column]}: the middle test window")
         axes.set_xlabel(f"{unit} from the start of the forecast", fontsize=9)
         axes.margins(x=0)
+        if unit == "hours":
+            axes.xaxis.set_major_locator(MultipleLocator(24 * math.ceil((time_W[-1] - time_W[0]) / 24 / 8)))
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False, fontsize=9.5)
 

@@ -7,6 +7,7 @@ FreDF's authors stand beside it, so that neither side wins by tuning.
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib.metadata
 import json
 import platform
@@ -59,7 +60,12 @@ def write_report(
         for loss in losses
         if loss in AUTHORS_LR
     }
-    about = provenance() | {"seeds": sorted({record["seed"] for record in records}), "lr_grid": list(grid)}
+    commits = sorted({record.get("commit", "unknown") for record in records})
+    about = provenance() | {
+        "commit": ", ".join(commits),
+        "seeds": sorted({record["seed"] for record in records}),
+        "lr_grid": list(grid),
+    }
     criteria = {f"{record['loss']} on {record['dataset']}": record["config"]["criterion"] for record in records}
 
     seeds = ", ".join(map(str, about["seeds"]))
@@ -96,12 +102,11 @@ def write_report(
 
 
 def provenance() -> dict[str, Any]:
-    """What produced a result: command (absolute paths cut to their last part), commit, versions, machine."""
+    """What produced a result: command (absolute paths cut to their last part), versions, machine."""
     packages = ("torchext", "torch", "lightning", "numpy", "einops")
     words = [Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:]]
     return {
         "command": shlex.join(["python", "examples/forecast.py", *words]),
-        "commit": _commit(),
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in packages},
         "machine": f"{platform.machine()}, CPU only",
@@ -115,14 +120,15 @@ def _version(package: str) -> str:
         return "from the checkout"
 
 
-def _commit() -> str:
+@functools.cache
+def commit() -> str:
     """The checkout's commit, marked if files differ from it; "unknown" outside a checkout or without git."""
     git = ["git", "-C", str(Path(__file__).parent)]
     try:
-        commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
+        head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         changes = subprocess.run(
             [*git, "status", "--porcelain", "--untracked-files=no"], capture_output=True, text=True, check=True
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return commit.stdout.strip() + (" with changes" if changes.stdout.strip() else "")
+    return head.stdout.strip() + (" with changes" if changes.stdout.strip() else "")

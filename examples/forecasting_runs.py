@@ -126,7 +126,7 @@ def run_all(
         finally:
             pool.shutdown(cancel_futures=True)
     if failures:
-        names = "; ".join(f"{run}: {error!r}" for run, error in failures)
+        names = "; ".join(f"{run}: {error!r}" for run, error in failures[:5])
         raise RuntimeError(f"{len(failures)} of {len(runs)} runs failed: {names}") from failures[0][1]
 
 
@@ -136,6 +136,15 @@ _reports: multiprocessing.Queue[tuple[str, int] | None] | None = None  # set onc
 def _start_worker(reports: multiprocessing.Queue[tuple[str, int] | None]) -> None:
     global _reports
     _reports = reports
+    threading.Thread(target=_end_with_parent, name="parent-watch", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that is killed outright cannot stop its workers, and they would wait for work for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _train_in_worker(train: Callable[[Run, Progress], Any], run: Run) -> Any:
