@@ -28,7 +28,7 @@ from torch import Tensor
 from torchext.losses import FreDFLoss
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from forecasting_models import ITransformer  # noqa: E402
+from forecasting_models import ITransformer
 
 SHAPES = ((32, 96, 7), (32, 720, 321), (32, 336, 862))
 Loss = Callable[[Tensor, Tensor], Tensor]
