@@ -7,10 +7,10 @@ loss in turn. It takes one to two minutes on two cores and prints (other machine
 
     ETTh1, horizon 96, itransformer
     trained with        lr   val MSE  test MSE  test MAE  epochs      s
-    MSE              0.001    0.6847    0.3918    0.4086     4.0   13.6
-    MAE              0.001    0.6842    0.3866    0.3990     6.0   20.1
-    FreDF            0.001    0.6821    0.3789    0.3983     8.0   27.0
-    DCT              0.001    0.6898    0.3754    0.3944    10.0   33.9
+    MSE              0.001    0.6847    0.3918    0.4086     4.0    ...
+    MAE              0.001    0.6842    0.3866    0.3990     6.0    ...
+    FreDF            0.001    0.6821    0.3789    0.3983     8.0    ...
+    DCT              0.001    0.6898    0.3754    0.3944    10.0    ...
     picture: forecast-out/ETTh1-96-itransformer.png
 
 The picture shows forecasts, and where on the frequency axis the losses differ. Your own file: `--data file.csv`, with a
@@ -230,8 +230,8 @@ def train(
     errors: dict[str, float | None] = dict.fromkeys(("val_mse", "val_mae", "test_mse", "test_mae"))
     if best.errors is not None:
         (test_errors,) = trainer.test(model, data.loader("test", EVAL_BATCH_SIZE), verbose=False)
-        errors.update(best.errors)
-        errors.update(test_errors)
+        found = {**best.errors, **test_errors}
+        errors = {name: value if np.isfinite(value := found[name]) else None for name in errors}
     record = {
         "dataset": run.dataset,
         "backbone": run.backbone,
@@ -388,7 +388,8 @@ def main() -> None:
     if args.reproduce:
         for path in reproduce.write_report(records, args.lr_sweep, skipped, args.out):
             print(f"report: {path}")
-        print("\n".join(skipped))
+        for sentence in skipped:
+            print(f"left out: {sentence}")
         return
     print(format_text(best_lr(rows)))
     plot_all(best_lr(rows), sketches, runs, args.out)

@@ -19,13 +19,16 @@ from torch import nn
 
 from torchext.losses import FreDFLoss
 
+# Each command imports torch and Lightning anew, in several processes: seconds, but minutes on a busy machine.
+pytestmark = pytest.mark.timeout(300)
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ETTH1 = str(EXAMPLES / "data" / "ETTh1.csv")
 
 
 def run_command_line(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(EXAMPLES / "forecast.py"), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
 
 
 def read_journal(folder: Path) -> list[dict[str, Any]]:
