@@ -11,7 +11,7 @@ loss in turn. It takes one to two minutes on two cores and prints (other machine
     MAE              0.001    0.6842    0.3866    0.3990     6.0    ...
     FreDF            0.001    0.6821    0.3789    0.3983     8.0    ...
     DCT              0.001    0.6898    0.3754    0.3944    10.0    ...
-    picture: forecast-out/ETTh1-96-itransformer.png
+    picture: outputs/forecast/ETTh1-96-itransformer.png
 
 The picture shows forecasts, and where on the frequency axis the losses differ. Your own file: `--data file.csv`, with a
 `date` column and numeric ones. Several values of --data, --horizon, --backbone, --losses, --seeds are combined:
@@ -323,7 +323,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--limit-batches", type=int, help="training batches per epoch, for quick trials (all)")
     add("--jobs", type=int, default=_num_cores(), help="runs trained at the same time, in their own processes (cores)")
     add("--threads", type=int, default=1, help="threads per run; more help only with many variables (1)")
-    add("--out", type=Path, default=Path("forecast-out"), help="folder for results (forecast-out)")
+    add("--out", type=Path, default=Path("outputs/forecast"), help="folder for results (outputs/forecast)")
     parser.add_argument("--resume", action="store_true", help="skip runs that --out already holds")
     parser.add_argument(
         "--reproduce", action="store_true", help="the whole table, resumable: reproduce.md and reproduce.json in --out"
