@@ -349,24 +349,36 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
             if all(choice is None or part in choice for part, choice in zip(cell, wanted, strict=True))
         ]
         losses, seeds = args.losses or reproduce.LOSSES, args.seeds or reproduce.SEEDS
-        args.lr_sweep = args.lr_sweep or reproduce.LR_GRID
-        lrs = {loss: reproduce.learning_rates(loss, args.lr_sweep) for loss in losses}
+        grids = reproduce_grids(args)
+        lrs = {
+            (backbone, loss): reproduce.learning_rates(loss, grid)
+            for backbone, grid in grids.items()
+            for loss in losses
+        }
     else:
         cells = list(itertools.product(args.backbone or ["itransformer"], args.data or ["ETTh1"], args.horizon or [96]))
         losses, seeds = args.losses or ["mse", "mae", "fredf", "dct"], args.seeds or [2023]
-        lrs = {loss: args.lr_sweep or [args.lr] for loss in losses}
+        lrs = {(cell[0], loss): args.lr_sweep or [args.lr] for cell in cells for loss in losses}
     runs, skipped = [], {}
     for backbone, name, horizon in cells:
         path = find_data(name, args.data_dir)
         if args.reproduce and not Path(path).is_file():
-            skipped[name] = f"{name}: no {name}.csv in --data-dir; it is not shipped, get it from zhouhaoyi/ETDataset."
+            skipped[name] = (
+                f"{name}: no {name}.csv in --data-dir; it is not shipped, get it from {reproduce.SOURCES[name]}."
+            )
             continue
-        load_data(path, args.lookback, horizon)
+        lookback = reproduce.LOOKBACKS.get(name, args.lookback) if args.reproduce else args.lookback
+        load_data(path, lookback, horizon)
         for loss, seed in itertools.product(losses, seeds):
             make_loss(loss, Path(path).stem)
             limits = {"epochs": args.epochs, "limit_batches": args.limit_batches}
-            runs += [Run(path, backbone, args.lookback, horizon, loss, lr, seed, **limits) for lr in lrs[loss]]
+            runs += [Run(path, backbone, lookback, horizon, loss, lr, seed, **limits) for lr in lrs[backbone, loss]]
     return runs, list(skipped.values())
+
+
+def reproduce_grids(args: argparse.Namespace) -> reproduce.Grids:
+    """The learning rates that --reproduce chooses from, by backbone."""
+    return dict.fromkeys(BACKBONES, args.lr_sweep) if args.lr_sweep else reproduce.LR_GRIDS
 
 
 def find_data(name: str, data_dir: Path) -> str:
@@ -386,7 +398,7 @@ def main() -> None:
     records, sketches = train_missing(runs, Journal(args.out / "runs.jsonl"), args)
     rows = by_lr(records)
     if args.reproduce:
-        for path in reproduce.write_report(records, args.lr_sweep, skipped, args.out):
+        for path in reproduce.write_report(records, reproduce_grids(args), skipped, args.out):
             print(f"report: {path}")
         for sentence in skipped:
             print(f"left out: {sentence}")

@@ -18,18 +18,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from forecasting_tables import LABELS, Record, best_lr, by_lr, format_markdown
+from forecasting_tables import LABELS, Record, best_lr, by_lr, format_markdown, format_relative
+
+Grids = dict[str, Sequence[float]]  # learning rates to choose from, by backbone
 
 HORIZONS = (96, 192, 336, 720)
 CELLS = (
     *(("itransformer", "ETTh1", horizon) for horizon in HORIZONS),
     ("itransformer", "ETTh2", 96),
+    ("itransformer", "exchange_rate", 96),
+    ("itransformer", "national_illness", 24),
     *(("dlinear", "ETTh1", horizon) for horizon in HORIZONS),
     *(("dlinear", "ETTh2", horizon) for horizon in HORIZONS),
+    *(("dlinear", "ETTm1", horizon) for horizon in (96, 336)),
+    *(("dlinear", "exchange_rate", horizon) for horizon in (96, 336)),
+    *(("dlinear", "national_illness", horizon) for horizon in (24, 48)),
 )
+LOOKBACKS = {"national_illness": 36}  # weekly data; 96 elsewhere
+SOURCES = {
+    "ETTh2": "zhouhaoyi/ETDataset",
+    "ETTm1": "zhouhaoyi/ETDataset",
+    "exchange_rate": "laiguokun/multivariate-time-series-data",
+    "national_illness": "the US CDC, as packed by the authors of Autoformer",
+}
 LOSSES = ("mse", "mae", "fredf", "ours")
 SEEDS = (2023, 2024, 2025)
-LR_GRID = (1e-4, 3e-4, 1e-3, 3e-3)
+LR_GRIDS: Grids = {"itransformer": (3e-4, 1e-3, 3e-3), "dlinear": (1e-3, 3e-3, 1e-2)}
 # Of the authors' scripts: their baselines train with MSE at 1e-4, FreDF on ETT hourly data at 1e-3.
 AUTHORS_LR = {"mse": 1e-4, "fredf": 1e-3}
 
@@ -39,20 +53,18 @@ def learning_rates(loss: str, grid: Sequence[float]) -> list[float]:
     return sorted({*grid, *([AUTHORS_LR[loss]] if loss in AUTHORS_LR else [])})
 
 
-def write_report(
-    records: Sequence[Record], grid: Sequence[float], skipped: Sequence[str], folder: Path
-) -> tuple[Path, Path]:
+def write_report(records: Sequence[Record], grids: Grids, skipped: Sequence[str], folder: Path) -> tuple[Path, Path]:
     """Write `reproduce.md` and `reproduce.json`; give back their paths.
 
     Args:
         records: finished runs, of the grid and of the authors' settings.
-        grid: the learning rates to choose from.
+        grids: the learning rates to choose from, by backbone.
         skipped: a sentence for each thing left out.
         folder: where to write.
     """
     rows = by_lr(records)
     losses = list(dict.fromkeys(row.loss for row in rows))
-    chosen = best_lr([row for row in rows if row.lr in grid])
+    chosen = best_lr([row for row in rows if row.lr in grids[row.backbone]])
     authors = [row for row in rows if AUTHORS_LR.get(row.loss) == row.lr]
     columns = {LABELS.get(loss, loss): [row for row in chosen if row.loss == loss] for loss in losses}
     columns |= {
@@ -64,12 +76,14 @@ def write_report(
     about = provenance() | {
         "commit": ", ".join(commits),
         "seeds": sorted({record["seed"] for record in records}),
-        "lr_grid": list(grid),
+        "lr_grids": {backbone: list(grids[backbone]) for backbone in dict.fromkeys(row.backbone for row in rows)},
     }
     criteria = {f"{record['loss']} on {record['dataset']}": record["config"]["criterion"] for record in records}
 
     seeds = ", ".join(map(str, about["seeds"]))
-    lrs = ", ".join(f"{lr:g}" for lr in grid)
+    lrs = " and ".join(
+        f"{', '.join(f'{lr:g}' for lr in grid)} ({backbone})" for backbone, grid in about["lr_grids"].items()
+    )
     text = [
         "# Forecasting with FreDF: all results",
         "",
@@ -78,6 +92,12 @@ def write_report(
         "the last columns at the learning rates of FreDF's authors, whatever validation says.",
         "",
         format_markdown(columns),
+        "### Over all data sets",
+        "",
+        "Geometric mean over data sets and horizons of test MSE / MAE relative to training with "
+        f"{LABELS.get(losses[0], losses[0])}.",
+        "",
+        format_relative({heading: rows for heading, rows in columns.items() if "authors" not in heading}),
         "Losses: " + "; ".join(f"{name}: `{criterion}`" for name, criterion in sorted(criteria.items())) + ".",
         "",
         *(f"Left out: {sentence}" for sentence in skipped),

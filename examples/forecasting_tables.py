@@ -126,6 +126,34 @@ def format_markdown(columns: dict[str, Sequence[Row]]) -> str:
     return "\n".join(lines)
 
 
+def format_relative(columns: dict[str, Sequence[Row]]) -> str:
+    """Test MSE / MAE relative to the first column's, as geometric means over what all columns have; a line a backbone.
+
+    Within a data set the horizons count together as much as those of any other data set.
+    """
+    found = {heading: {row.title: row for row in rows} for heading, rows in columns.items()}
+    baseline = next(iter(found.values()))
+    complete = [title for title in baseline if all(title in rows for rows in found.values())]
+    lines = ["| backbone | data sets | " + " | ".join(columns) + " |", "|:--|--:|" + ":--|" * len(columns)]
+    for backbone in dict.fromkeys(title[2] for title in complete):
+        by_dataset: dict[str, list[tuple[str, int, str]]] = {}
+        for title in complete:
+            if title[2] == backbone:
+                by_dataset.setdefault(title[0], []).append(title)
+        texts = []
+        for rows in found.values():
+            ratios = []
+            for metric in ("test_mse", "test_mae"):
+                logs = [
+                    np.mean([np.log(rows[title].mean(metric) / baseline[title].mean(metric)) for title in titles])
+                    for titles in by_dataset.values()
+                ]
+                ratios.append(f"{np.exp(np.mean(logs)):.4f}")
+            texts.append(" / ".join(ratios))
+        lines.append(f"| {backbone} | {len(by_dataset)} | " + " | ".join(texts) + " |")
+    return "\n".join([*lines, ""])
+
+
 def _markdown_line(name: str, cells: Sequence[Sequence[Row]]) -> str:
     """One line; a cell is the mean of its rows, with spread and learning rate if it is just one, empty without any."""
     metrics = ("test_mse", "test_mae")

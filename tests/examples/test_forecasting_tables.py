@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from forecasting_tables import Row, best_lr, by_lr, format_markdown
+from forecasting_tables import Row, best_lr, by_lr, format_markdown, format_relative
 
 
 def _record(loss: str, lr: float, seed: int, val_mse: float, test_mse: float, horizon: int = 96) -> dict[str, Any]:
@@ -41,4 +41,24 @@ def test_markdown_marks_the_lowest_and_averages_only_complete_columns() -> None:
         "| 96 | 0.4000 / **1.0000** (lr 0.001) | **0.3000** / **1.0000** (lr 0.001) |",
         "| 192 | **0.5000** / **1.0000** (lr 0.001) |  |",
         "| mean | **0.4500** / **1.0000** |  |",
+    ]
+
+
+def test_relative_errors_count_each_data_set_once_whatever_its_number_of_horizons() -> None:
+    def rows(errors: dict[tuple[str, int], float]) -> list[Row]:
+        records = [
+            _record("", 1e-3, 1, 1.0, error, horizon) | {"dataset": name} for (name, horizon), error in errors.items()
+        ]
+        return by_lr(records)
+
+    text = format_relative(
+        {
+            "MSE": rows({("a", 96): 0.4, ("a", 192): 0.5, ("b", 96): 2.0, ("c", 96): 1.0}),
+            "MAE": rows({("a", 96): 0.1, ("a", 192): 0.5, ("b", 96): 1.0}),  # ratios 1/4 and 1, 1/2; c is incomplete
+        }
+    )
+    assert text.splitlines() == [
+        "| backbone | data sets | MSE | MAE |",
+        "|:--|--:|:--|:--|",
+        "| dlinear | 2 | 1.0000 / 1.0000 | 0.5000 / 1.0000 |",
     ]
