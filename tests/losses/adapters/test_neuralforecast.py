@@ -7,7 +7,6 @@ import doctest
 import inspect
 import io
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +49,6 @@ QUIET: dict[str, Any] = {
     "enable_model_summary": False,
 }
 SMALL_NHITS: dict[str, Any] = {**QUIET, "mlp_units": [[16, 16]] * 3, "windows_batch_size": 32, "learning_rate": 1e-2}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sines(num_series: int = 3, length: int = 160) -> pd.DataFrame:

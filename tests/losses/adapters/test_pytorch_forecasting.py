@@ -7,7 +7,6 @@ import doctest
 import inspect
 import io
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +42,6 @@ with warnings.catch_warnings():
 pytestmark = pytest.mark.filterwarnings("default")  # the library's and its dependencies' own
 
 T, ENCODER = 8, 16
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def sines(length: int = 60, min_prediction_length: int = T, **kwargs: Any) -> TimeSeriesDataSet:

@@ -15,6 +15,8 @@ LIBRARIES = {"neuralforecast": "neuralforecast", "pytorch_forecasting": "pytorch
 
 @pytest.mark.parametrize(("module", "extra"), LIBRARIES.items())
 def test_the_error_names_what_to_install(module: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for loaded in [name for name in sys.modules if name.partition(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, loaded)
     monkeypatch.setitem(sys.modules, module, None)  # as if it were not installed
     monkeypatch.delitem(sys.modules, f"torchext.losses.{module}", raising=False)
     with pytest.raises(ImportError, match=rf"needs {extra} .*pip install 'torchext\[{extra}\]'"):
