@@ -22,7 +22,7 @@ POLYNOMIALS = ("legendre", "chebyshev", "hermite", "laguerre")
 MATRIX_BASES = ("dct", *POLYNOMIALS, "haar")
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # a job uses one or two, of 4 MB each at T = 720
 def basis_matrix(name: str, horizon: int, norm: str, degree: int | None = None) -> Matrix:
     """Return the (K, T) float64 analysis matrix of a basis.
 
@@ -33,8 +33,16 @@ def basis_matrix(name: str, horizon: int, norm: str, degree: int | None = None) 
             authors' code); "ortho" makes the rows orthonormal. Haar is orthonormal under both.
         degree: highest polynomial degree, 0 <= degree < T; None means T - 1. Polynomials only.
 
-    The result is shared and read-only.
+    Returns:
+        The matrix, shared and read-only.
+
+    Raises:
+        ValueError: a norm or degree that this basis and horizon do not have.
     """
+    if norm not in ("backward", "ortho"):
+        raise ValueError(f'norm must be "backward" or "ortho" for basis {name!r}, got {norm!r}')
+    if degree is not None and name not in POLYNOMIALS:
+        raise ValueError(f"degree is for the polynomial bases {POLYNOMIALS}, got basis {name!r}")
     if name == "dct":
         matrix = _dct(horizon, norm)
     elif name == "haar":
@@ -122,19 +130,16 @@ _POLYNOMIAL_BUILDERS: dict[str, Callable[[int, int], Matrix]] = {
 def _orthonormal_polynomials(horizon: int, degree: int) -> Matrix:
     """Polynomials orthonormal over the T equally spaced points, by degree, leading coefficient positive.
 
-    All families span the same spaces on an affine image of the same grid, so this is the answer for each
-    of them. Gram-Schmidt on (t * previous row), done twice, stays orthonormal to rounding at any degree,
-    which a QR of the polynomials themselves does in name only: their columns become dependent.
+    All families span the same spaces on an affine image of the same grid, so this is the answer for each of
+    them: the discrete Chebyshev (Gram) polynomials. They come from their three-term recurrence as eigenvectors
+    of its tridiagonal matrix, whose eigenvalues are the points. That is orthonormal to rounding at any degree;
+    running the recurrence forward, or a QR of the polynomials themselves, loses all digits at high degree.
     """
-    t = np.linspace(-1, 1, horizon)
-    rows = np.empty((degree + 1, horizon))
-    rows[0] = np.sqrt(1 / horizon)
-    for n in range(degree):
-        row = t * rows[n]
-        for _ in range(2):
-            row -= rows[: n + 1].T @ (rows[: n + 1] @ row)
-        rows[n + 1] = row / np.linalg.norm(row)
-    return rows
+    n = np.arange(1, horizon)
+    jacobi = np.zeros((horizon, horizon))
+    jacobi[n, n - 1] = np.sqrt(n**2 * (horizon**2 - n**2) / (4 * (4 * n**2 - 1)))
+    _, rows = np.linalg.eigh(jacobi)  # reads the lower triangle
+    return np.ascontiguousarray((rows * np.sign(rows[0]))[: degree + 1])
 
 
 def _haar(horizon: int) -> Matrix:
