@@ -11,12 +11,15 @@ Shape legend: `B` batch, `T` horizon (time steps), `D` variables, `K` coefficien
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -31,7 +34,7 @@ from torchext.losses.spectral import (
     Transform,
     fused_loss,
 )
-from torchext.losses.terms import Terms, TimeLoss, fredf_from_terms
+from torchext.losses.terms import Terms, TimeLoss, fredf_from_terms, root, total_weight
 
 Basis = str | Tensor | Callable[[Tensor], Tensor]
 
@@ -92,14 +95,17 @@ class FreDFLoss(nn.Module):
         degree: highest degree of a polynomial basis, below T; None means T - 1.
         method: "fused": value and gradient in one pass with a transform and its inverse; "fft": ordinary
             operations; "matmul": ordinary operations without complex numbers or FFT kernels (ONNX, MPS);
-            "auto" picks, and falls back where the fused pass does not apply (masks and weights, reduction
-            "none", `torch.compile`, `torch.func`). All agree to rounding. Second derivatives work with each.
+            It takes memory for T^2 numbers. "auto" picks, and falls back where the fused pass does not apply:
+            components other than "complex", callable bases, reduction "none", weights or bases that require
+            grad, `torch.compile`, `torch.func`. All agree to rounding. Second derivatives work with each.
         reduction: "mean", "sum", or "none": the input's shape, with each series' transformed term spread
             evenly over its time steps.
 
     Weights and masks: with w = mask * weight * horizon_weight, the time term is sum(w l) / sum(w), and the
     transformed term mean |T(w^(1/p) d)|^p / mean(w), that is, positions not scored count as forecast
-    without error, and padding does not dilute the mean. "sum" is not divided by w.
+    without error, and padding does not dilute the mean. "sum" is not divided by w. A component with a phase
+    weighs the distance of each series by the mean of w over it, and the signals by w relative to that mean.
+    NaN and infinity that are scored come out as NaN or infinity; under the mask they are not looked at.
 
     Half and bfloat16 input is computed, and the loss returned, in float32, under autocast too.
 
@@ -111,7 +117,8 @@ class FreDFLoss(nn.Module):
     Raises:
         ValueError: an argument that is out of range or not among the choices, shapes that differ, an empty
             batch; the message names the argument, what was given and what would be right.
-        TypeError: input or target that is not real floating point, a mask that is not boolean.
+        TypeError: input or target that is not real floating point, a mask that is not boolean, a number or
+            tensor that is something else.
         RuntimeError: "pca" before `fit`.
 
     Source: FreDF (ICLR 2025), equation 4 and appendix on bases and components; PCA after Time-o1 (2025).
@@ -140,7 +147,8 @@ class FreDFLoss(nn.Module):
         super().__init__()
         _check_settings(alpha, basis, component, norm, p, time_loss, degree, method, reduction)
         for name, weights in (("freq_weight", freq_weight), ("horizon_weight", horizon_weight)):
-            if weights is not None and bool((weights < 0).any()):
+            _check_tensor(name, weights)
+            if weights is not None and not weights.is_meta and not bool((weights >= 0).all()):
                 raise ValueError(f"{name} must not be negative, got a minimum of {weights.min().item()}")
         self.alpha = alpha
         self.basis = "matrix" if isinstance(basis, Tensor) else basis
@@ -154,10 +162,11 @@ class FreDFLoss(nn.Module):
         self.reduction = reduction
         self.register_buffer("freq_weight", freq_weight, persistent=False)
         self.register_buffer("horizon_weight", horizon_weight, persistent=False)
-        # The user's matrix, or the one last built for a named basis: a buffer, so that it follows `.to()`.
         self.register_buffer("matrix", basis if isinstance(basis, Tensor) else None, persistent=False)
-        self._matrix_key: tuple[object, ...] | None = None
         self.register_buffer("components", None)
+        # The matrix last built for a named basis, behind what it was built for: one attribute, so that threads
+        # with different horizons never see the one without the other. No buffer, or `.half()` would round it.
+        self._built: tuple[tuple[object, ...], Tensor] | None = None
 
     @classmethod
     def paper(cls, dataset: str) -> FreDFLoss:
@@ -210,11 +219,12 @@ class FreDFLoss(nn.Module):
                 "train_targets must be a non-empty float tensor (N, T, D) or (N, T), got "
                 f"{train_targets.dtype} of shape {tuple(train_targets.shape)}"
             )
-        series = train_targets.detach().movedim(_time_axis(self.dim, train_targets), -1).flatten(0, -2)
+        time = _time_axis(self.dim, train_targets)
+        series = train_targets.detach().movedim(time, -1).reshape(-1, train_targets.shape[time])
         if not bool(torch.isfinite(series).all()):
             raise ValueError("train_targets must be finite: leave out the windows with missing values")
         axes = principal_components(series.to("cpu", torch.float64).numpy())
-        self.components = torch.from_numpy(axes).to(train_targets.device, _compute_dtype(train_targets.dtype))
+        self.components = _as_tensor(axes, _compute_dtype(train_targets.dtype), train_targets.device)
         return self
 
     def forward(
@@ -226,7 +236,8 @@ class FreDFLoss(nn.Module):
             input: (B, T, D), (B, T) or any shape in which `dim` is time; float. The forecast.
             target: the same shape; float. No broadcasting. Where `mask` is False it may be NaN.
             mask: bool, broadcastable to the input; True where the position is scored. None scores all.
-            weight: non-negative float, broadcastable to the input: (D,) per variable, (B, 1, 1) per sample.
+            weight: non-negative (not checked: that would wait for the device), broadcastable to the input: (D,)
+                per variable, (B, 1, 1) per sample.
 
         Returns:
             A scalar, or with reduction "none" a tensor of the input's shape; at least float32.
@@ -240,8 +251,10 @@ class FreDFLoss(nn.Module):
         elif basis == "matrix":
             assert self.matrix is not None
             basis = self.matrix
-        elif basis in MATRIX_BASES:
-            basis, norm, degree = self._cached_matrix(input), "backward", None
+        elif isinstance(basis, str) and basis in MATRIX_BASES:
+            _check_inputs(input, target, mask, weight)
+            if _is_ordinary(input):
+                basis, norm, degree = self._built_matrix(basis, input, target), "backward", None
         return fredf_loss(
             input,
             target,
@@ -267,15 +280,15 @@ class FreDFLoss(nn.Module):
             f"p={self.p}, time_loss={self.time_loss!r}, dim={self.dim}, reduction={self.reduction!r}"
         )
 
-    def _cached_matrix(self, input: Tensor) -> Tensor:
+    def _built_matrix(self, basis: str, input: Tensor, target: Tensor) -> Tensor:
         horizon = input.shape[_time_axis(self.dim, input)]
-        dtype = _compute_dtype(input.dtype)
-        key = (self.basis, horizon, self.norm, self.degree)
-        matrix = self.matrix
-        # `.half()` also reaches buffers: such a matrix is built anew rather than used at lost precision.
-        if matrix is None or self._matrix_key != key or matrix.dtype != dtype or matrix.device != input.device:
-            matrix = _named_matrix(str(self.basis), horizon, self.norm, self.degree).to(input.device, dtype)
-            self.matrix, self._matrix_key = matrix, key
+        key = (basis, horizon, self.norm, self.degree, _common_dtype(input, target), input.device)
+        built = self._built
+        if built is not None and built[0] == key:
+            return built[1]
+        matrix: Tensor = _named_matrix(*key)
+        if _is_ordinary(matrix):
+            self._built = (key, matrix)
         return matrix
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *args: object) -> None:
@@ -308,7 +321,9 @@ def fredf_loss(
 ) -> Tensor:
     """Functional form of `FreDFLoss`; see there for arguments, shapes, errors and source.
 
-    "pca" is not among its bases: pass the principal axes as a (K, T) tensor.
+    "pca" is not among its bases: pass the principal axes as a (K, T) tensor. Weights that are negative are not
+    refused here, as to look would wait for the device. The named matrix bases are moved to the input's device
+    on every call; the module keeps them there.
 
     >>> fredf_loss(torch.zeros(8, 24, 3), torch.ones(8, 24, 3), alpha=0.5, basis="dct", norm="ortho").shape
     torch.Size([])
@@ -317,9 +332,10 @@ def fredf_loss(
     _check_inputs(input, target, mask, weight)
     time = _time_axis(dim, input)
     axes = _transformed_axes(basis, time, input)
-    dtype = torch.promote_types(_compute_dtype(input.dtype), _compute_dtype(target.dtype))
+    dtype = _common_dtype(input, target)
     with _no_autocast(input.device.type):
         input, target = input.to(dtype), target.to(dtype)
+        mask = None if mask is None else mask.to(input.device)
         transform = _make_transform(basis, norm, degree, method, input, axes)
         terms = Terms(
             alpha=alpha,
@@ -329,11 +345,10 @@ def fredf_loss(
             p=p,
             bin_weight=_bin_weights(basis, freq_weight, transform, input, axes),
             time_loss=time_loss,
+            mask=mask,
             weights=_combined_weights(input, mask, weight, horizon_weight, time),
             reduction=reduction,
         )
-        if mask is not None:
-            input, target = torch.where(mask, input, 0.0), torch.where(mask, target, 0.0)
         obstacle = _obstacle_to_fusing(input, target, terms)
         if method == "fused" and obstacle is not None:
             raise ValueError(f'method="fused" does not work with {obstacle}; use "auto"')
@@ -349,11 +364,18 @@ def _fused_loss(input: Tensor, target: Tensor, terms: Terms) -> Tensor:
         return terms.alpha * frequency + (1 - terms.alpha) * fredf_from_terms(input, target, replace(terms, alpha=0.0))
     transform = cast(FusedTransform, terms.transform)
     last = tuple(range(-transform.num_axes, 0))
-    input, target = input.movedim(terms.axes, last), target.movedim(terms.axes, last)
-    if input.ndim == transform.num_axes:
-        input, target = input[None], target[None]
+
+    def trailing(x: Tensor) -> Tensor:
+        x = x.movedim(terms.axes, last)
+        return x[None] if x.ndim == transform.num_axes else x
+
+    mask = None if terms.mask is None else trailing(terms.mask.expand(input.shape))
+    weights = None if terms.weights is None else trailing(terms.weights.expand(input.shape))
+    input, target = trailing(input), trailing(target)
     lengths = input.shape[-transform.num_axes :]
-    per_element = 1.0 if terms.reduction == "sum" else 1 / input.numel()
+    # With weights the sum, divided by theirs below.
+    reduction = terms.reduction if weights is None else "sum"
+    per_element = 1.0 if reduction == "sum" else 1 / input.numel()
     per_coefficient = per_element * math.prod(lengths) / math.prod(transform.num_bins(lengths))
     fused = FusedTerms(
         transform=transform,
@@ -362,39 +384,49 @@ def _fused_loss(input: Tensor, target: Tensor, terms: Terms) -> Tensor:
         bin_weight=terms.bin_weight,
         q=q if terms.alpha < 1 else None,
         time_scale=(1 - terms.alpha) * per_element,
+        mask=mask,
+        weights=weights,
+        root=None if weights is None else root(weights, terms.p),
     )
 
     def differentiable(input: Tensor, target: Tensor) -> Tensor:
         axes = tuple(range(input.ndim - transform.num_axes, input.ndim))
-        return fredf_from_terms(input, target, replace(terms, axes=axes))
+        moved = replace(terms, axes=axes, mask=mask, weights=weights, reduction=reduction)
+        return fredf_from_terms(input, target, moved)
 
-    return fused_loss(input, target, fused, differentiable)
+    loss = fused_loss(input, target, fused, differentiable)
+    return loss / total_weight(weights) if weights is not None and terms.reduction == "mean" else loss
 
 
 def _obstacle_to_fusing(input: Tensor, target: Tensor, terms: Terms) -> str | None:
-    """Say what keeps the fused pass from this call, or None.
-
-    It works on raw buffers in place, which the compiler, functorch and tensor subclasses cannot follow.
-    """
+    """Say what keeps the fused pass from this call, or None."""
     if terms.alpha == 0:
         return "alpha=0, which leaves nothing to transform"
     if not hasattr(terms.transform, "adjoint_"):
         return "a callable basis, whose adjoint is unknown"
     if terms.component != "complex":
         return f"component={terms.component!r}"
-    if terms.weights is not None:
-        return "mask, weight or horizon_weight"
     if terms.reduction == "none":
         return 'reduction="none"'
-    if torch.compiler.is_compiling():
-        return "torch.compile or export"
-    if torch._C._are_functorch_transforms_active():
-        return "torch.func transforms"
-    if forward_ad._current_level >= 0:
-        return "forward-mode differentiation"
-    if any(type(t) not in (Tensor, nn.Parameter) or t.device.type == "meta" for t in (input, target)):
-        return "a tensor subclass or a meta tensor"
+    if not (_is_ordinary(input) and _is_ordinary(target)):
+        return "torch.compile, export, torch.func, forward-mode differentiation, meta tensors or tensor subclasses"
+    constants = (terms.weights, terms.bin_weight, getattr(terms.transform, "matrix", None))
+    if any(constant is not None and constant.requires_grad for constant in constants):
+        return "a weight, freq_weight, horizon_weight or basis that requires grad"
     return None
+
+
+def _is_ordinary(x: Tensor) -> bool:
+    """Whether raw buffers may be worked on in place and kept: not under the compiler, functorch and the like."""
+    return not (
+        torch.compiler.is_compiling()
+        or torch._C._is_tracing()
+        or torch.onnx.is_in_onnx_export()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or type(x) not in (Tensor, nn.Parameter)
+        or x.is_meta
+    )
 
 
 # ---- building the terms --------------------------------------------------------------------------------
@@ -425,7 +457,7 @@ def _make_transform(
     if basis == "pca":
         raise ValueError('basis "pca" is learned from data: use FreDFLoss(basis="pca").fit(train_targets)')
     if basis not in _FOURIER_BASES:
-        return Matrix(_named_matrix(basis, horizon, norm, degree).to(input.device, input.dtype))
+        return Matrix(_named_matrix(basis, _constant_size(input, axes[0]), norm, degree, input.dtype, input.device))
     # FFT kernels are a given on these devices only, and ONNX has no complex numbers.
     if method == "matmul" or (
         method == "auto" and (input.device.type not in ("cpu", "cuda", "meta") or torch.onnx.is_in_onnx_export())
@@ -435,8 +467,21 @@ def _make_transform(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _named_matrix(name: str, horizon: int, norm: str, degree: int | None) -> Tensor:
-    return torch.tensor(basis_matrix(name, horizon, norm, degree))
+def _named_matrix(
+    name: str, horizon: int, norm: str, degree: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return _as_tensor(basis_matrix(name, horizon, norm, degree), dtype, device)
+
+
+def _constant_size(x: Tensor, axis: int) -> int:
+    # A compiler that takes sizes for variables must bind this one to its value: a matrix is built for it.
+    return len(range(int(x.shape[axis])))
+
+
+def _as_tensor(matrix: NDArray[np.float64], dtype: torch.dtype, device: torch.device) -> Tensor:
+    # What is first needed in validation must serve training too, where an inference tensor would be refused.
+    with torch.inference_mode(False):
+        return torch.tensor(matrix, dtype=dtype, device=device)
 
 
 def _bin_weights(
@@ -467,17 +512,16 @@ def _folded(freq_weight: Tensor | None, horizon: int, like: Tensor) -> Tensor:
 def _combined_weights(
     input: Tensor, mask: Tensor | None, weight: Tensor | None, horizon_weight: Tensor | None, time: int
 ) -> Tensor | None:
-    combined: Tensor | None = None
+    combined = None if weight is None else weight.to(input.device, input.dtype)
     if horizon_weight is not None:
         _check_weight_shape("horizon_weight", horizon_weight, (input.shape[time],))
         shape = [1] * input.ndim
         shape[time] = -1
-        combined = horizon_weight.to(input.device, input.dtype).reshape(shape)
-    for factor in (weight, mask):
-        if factor is not None:
-            factor = factor.to(input.device, input.dtype)
-            combined = factor if combined is None else combined * factor
-    return combined
+        profile = horizon_weight.to(input.device, input.dtype).reshape(shape)
+        combined = profile if combined is None else combined * profile
+    if mask is None:
+        return combined
+    return mask.to(input.dtype) if combined is None else torch.where(mask, combined, 0.0)
 
 
 # ---- checks --------------------------------------------------------------------------------------------
@@ -494,10 +538,12 @@ def _check_settings(
     method: str,
     reduction: str,
 ) -> None:
+    _check_number("alpha", alpha, numbers.Real)
+    _check_number("p", p, numbers.Real)
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
-    if not p >= 1:
-        raise ValueError(f"p must be at least 1, got {p}")
+    if not 1 <= p < math.inf:
+        raise ValueError(f"p must be at least 1 and finite, got {p}")
     if isinstance(basis, str):
         _check_choice("basis", basis, _BASES, "or a (K, T) tensor or a linear callable")
     elif isinstance(basis, Tensor):
@@ -512,14 +558,17 @@ def _check_settings(
     if not callable(time_loss):
         _check_choice("time_loss", time_loss, _TIME_LOSSES, "or a callable")
     fourier = isinstance(basis, str) and basis in _FOURIER_BASES
+    shown = repr(basis) if isinstance(basis, str) else f"a {type(basis).__name__}"
     if component != "complex" and (isinstance(basis, Tensor) or (isinstance(basis, str) and not fourier)):
-        raise ValueError(f"component={component!r} needs complex coefficients, which basis {basis!r} has not")
+        raise ValueError(f"component={component!r} needs complex coefficients, which the basis, {shown}, has not")
     if norm == "forward" and not fourier:
-        raise ValueError(f'norm="forward" is defined for {_FOURIER_BASES}, got basis {basis!r}')
+        raise ValueError(f'norm="forward" is defined for {_FOURIER_BASES}, got {shown}')
     if method == "fft" and not fourier:
-        raise ValueError(f'method="fft" is for {_FOURIER_BASES}, got basis {basis!r}; use "auto"')
+        raise ValueError(f'method="fft" is for {_FOURIER_BASES}, got {shown}; use "auto"')
     if degree is not None and not (isinstance(basis, str) and basis in POLYNOMIALS):
-        raise ValueError(f"degree is for the polynomial bases {POLYNOMIALS}, got basis {basis!r}")
+        raise ValueError(f"degree is for the polynomial bases {POLYNOMIALS}, got {shown}")
+    if degree is not None:
+        _check_number("degree", degree, numbers.Integral)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...], or_else: str = "") -> None:
@@ -528,7 +577,20 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...], or_else: s
         raise ValueError(f"{name} must be one of {listed}; got {value!r}")
 
 
+def _check_number(name: str, value: object, kind: type) -> None:
+    if not isinstance(value, kind):
+        wanted = "an integer" if kind is numbers.Integral else "a number"
+        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if value is not None and not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
+
+
 def _check_inputs(input: Tensor, target: Tensor, mask: Tensor | None, weight: Tensor | None) -> None:
+    for name, value in (("input", input), ("target", target), ("mask", mask), ("weight", weight)):
+        _check_tensor(name, value)
     for name, signal in (("input", input), ("target", target)):
         if not signal.is_floating_point():
             raise TypeError(f"{name} must be real floating point, got {signal.dtype}")
@@ -565,6 +627,10 @@ def _time_axis(dim: int, input: Tensor) -> int:
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _common_dtype(input: Tensor, target: Tensor) -> torch.dtype:
+    return torch.promote_types(_compute_dtype(input.dtype), _compute_dtype(target.dtype))
 
 
 def _no_autocast(device_type: str) -> AbstractContextManager[object]:

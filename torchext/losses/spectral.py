@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -166,26 +166,35 @@ def _dft_matrices(length: int, num_bins: int, like: Tensor) -> tuple[Tensor, Ten
 
 
 def magnitude(coefficients: Coefficients) -> Tensor:
-    """|c|, with gradient 0 where c is 0 or too small to square."""
+    """|c|, with gradient 0 where c is 0.
+
+    Squares are taken of numbers about 1, as others leave the range of float32 from 1e-19 and 1e19 on: what
+    `torch.hypot` does too, which ONNX has not.
+    """
     real, imag = coefficients
     if imag is None:
         return real.abs()
-    squared = real.square() + imag.square()
-    positive = squared > 0
-    return torch.where(positive, torch.where(positive, squared, 1.0).sqrt(), 0.0)
+    size = torch.maximum(real.detach().abs(), imag.detach().abs())
+    zero = size == 0
+    size = torch.where(zero, 1.0, size)
+    squared = (real / size).square() + (imag / size).square()
+    return torch.where(zero, 0.0, torch.where(zero, 1.0, squared).sqrt() * size)
 
 
 def phase(coefficients: Coefficients, num_axes: int) -> Tensor:
     """Angle of c in (-pi, pi]; 0 with gradient 0 where |c| is rounding noise of its series' spectrum.
 
-    The angle of a bin of relative size `eps` is noise, and its gradient, 1 / |c|, would drown all others.
+    The angle of such a bin is arbitrary, and its gradient, 1 / |c|, would drown all others. Transforms of up to
+    a thousand steps err by some ten units of rounding of the largest coefficient.
     """
     real, imag = coefficients
     assert imag is not None
     size = magnitude((real.detach(), imag.detach()))
-    floor = size.amax(dim=tuple(range(-num_axes, 0)), keepdim=True) * torch.finfo(real.dtype).eps
-    audible = (size > floor) & (size > torch.finfo(real.dtype).tiny ** 0.5)
-    return torch.atan2(torch.where(audible, imag, 0.0), torch.where(audible, real, 1.0))
+    floor = size.amax(dim=tuple(range(-num_axes, 0)), keepdim=True) * (32 * torch.finfo(real.dtype).eps)
+    # Comparisons that are false for NaN: that must come out as it went in.
+    noise = (size < floor) | (size < torch.finfo(real.dtype).tiny ** 0.5)
+    angle = torch.atan2(torch.where(noise, 0.0, imag), torch.where(noise, 1.0, real))
+    return torch.where(size.isfinite(), angle, torch.nan)
 
 
 def wrapped(angle: Tensor) -> Tensor:
@@ -198,9 +207,11 @@ def wrapped(angle: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FusedTerms:
-    """What the fused loss adds up: `frequency_scale * sum w_k |T(d)|^p + time_scale * sum |d|^q`.
+    """What the fused loss adds up: `frequency_scale * sum w_k |T(w^(1/p) d)|^p + time_scale * sum w |d|^q`.
 
-    `q` is 2 or 1, or None for no time term; `bin_weight` is (*K,) or None for ones.
+    `q` is 2 or 1, or None for no time term; `bin_weight`, the w_k, is (*K,) or None for ones. `weights`, the w,
+    `root`, that is w^(1/p), and `mask`, False where d counts as 0 whatever it is, have the input's shape or
+    are None.
     """
 
     transform: FusedTransform
@@ -209,6 +220,16 @@ class FusedTerms:
     bin_weight: Tensor | None
     q: int | None
     time_scale: float
+    mask: Tensor | None
+    weights: Tensor | None
+    root: Tensor | None
+
+    def rows(self, start: int, stop: int) -> FusedTerms:
+        """Return the terms of a part of the batch."""
+        if self.weights is None:
+            return self
+        mask, weights, root = (None if t is None else t[start:stop] for t in (self.mask, self.weights, self.root))
+        return replace(self, mask=mask, weights=weights, root=root)
 
 
 def fused_loss(
@@ -242,22 +263,30 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         value, ctx.gradient = _value_and_gradient(input, target, terms, need_gradient=True)
         ctx.save_for_backward(input, target)
-        ctx.differentiable = differentiable
+        ctx.terms, ctx.differentiable = terms, differentiable
         return value
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         wants_input, wants_target = ctx.needs_input_grad[:2]
-        gradient, ctx.gradient = ctx.gradient, None
-        if gradient is None or torch.is_grad_enabled():
-            # A second backward through a retained graph (the first gave its buffer away), or create_graph=True.
+        if torch.is_grad_enabled():  # create_graph=True
             signals = [s for s, wanted in zip(ctx.saved_tensors, (wants_input, wants_target), strict=True) if wanted]
-            with torch.enable_grad():
-                value = ctx.differentiable(*ctx.saved_tensors)
-            grads = list(torch.autograd.grad(value, signals, grad_output, create_graph=torch.is_grad_enabled()))
+            value = ctx.differentiable(*ctx.saved_tensors)
+            grads = torch.autograd.grad(value, signals, grad_output, create_graph=True)
             return grads[0] if wants_input else None, grads[-1] if wants_target else None, None, None
-        gradient.mul_(grad_output)
+        gradient, ctx.gradient = ctx.gradient, None
+        if gradient is None:  # given away by an earlier backward through the retained graph
+            input, target = ctx.saved_tensors
+            gradient = _value_and_gradient(input, target, ctx.terms, need_gradient=True)[1]
+            assert gradient is not None
+        gradient = gradient * grad_output if _is_batched(grad_output) else gradient.mul_(grad_output)
         return gradient if wants_input else None, -gradient if wants_target else None, None, None
+
+
+def _is_batched(grad_output: Tensor) -> bool:
+    """Whether several gradients are asked for at once (vmap, `is_grads_batched`): one buffer cannot hold them."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(grad_output) or functorch.is_legacy_batchedtensor(grad_output)
 
 
 def _value_and_gradient(
@@ -276,7 +305,7 @@ def _value_and_gradient(
             if gradient is not None and gradient.is_contiguous():
                 difference = gradient[start : start + rows]
             torch.sub(of_input, of_target, out=difference)
-            values.append(_chunk_(difference, lengths, terms, need_gradient))
+            values.append(_chunk_(difference, lengths, terms.rows(start, start + rows), need_gradient))
             if gradient is not None and not gradient.is_contiguous():
                 gradient[start : start + rows] = difference
     return values[0] if len(values) == 1 else torch.stack(values).sum(), gradient
@@ -291,37 +320,41 @@ def _rows_per_chunk(input: Tensor) -> int:
 
 def _chunk_(difference: Tensor, lengths: torch.Size, terms: FusedTerms, need_gradient: bool) -> Tensor:
     """Add up one chunk; with `need_gradient`, overwrite `difference` (contiguous) with the gradient."""
-    spectrum = terms.transform.spectrum(difference)
+    if terms.mask is not None:
+        difference.masked_fill_(~terms.mask, 0.0)
+    spectrum = terms.transform.spectrum(difference if terms.root is None else difference * terms.root)
     direction = _direction(spectrum, terms.p)
     if terms.bin_weight is not None:
         direction = direction * terms.bin_weight
     value = _inner(spectrum, direction) * terms.frequency_scale
     del spectrum
-    if terms.q == 2:
-        value += _inner(difference, difference) * terms.time_scale
-    elif terms.q == 1:
-        value += difference.abs().sum() * terms.time_scale
+    if terms.q is not None:
+        slope = _direction(difference, terms.q)
+        if terms.weights is not None:
+            slope = slope * terms.weights
+        value += _inner(difference, slope) * terms.time_scale
     if need_gradient:
-        if terms.q == 2:
-            difference.mul_(2 * terms.time_scale)
-        elif terms.q == 1:
-            difference.sgn_().mul_(terms.time_scale)
+        if terms.q is not None:
+            torch.mul(slope, terms.q * terms.time_scale, out=difference)
         else:
             difference.zero_()
         signal, factor = terms.transform.adjoint_(direction, lengths)
+        if terms.root is not None:
+            signal = signal * terms.root
         difference.add_(signal, alpha=factor * terms.p * terms.frequency_scale)
     return value
 
 
-def _direction(spectrum: Tensor, p: float) -> Tensor:
-    """c |c|^(p-2): the gradient of |c|^p over p, whose inner product with c is |c|^p."""
+def _direction(x: Tensor, p: float) -> Tensor:
+    """x |x|^(p-2): the gradient of |x|^p over p, whose inner product with x is |x|^p."""
     if p == 2:
-        return spectrum
-    direction = spectrum.sgn()
-    if spectrum.is_complex():
-        # sgn of a subnormal number can come out infinite (its reciprocal is); it is at most 1.
-        torch.view_as_real(direction).clamp_(-1, 1)
-    return direction if p == 1 else direction * spectrum.abs().pow_(p - 1)
+        return x
+    direction = x.sgn()
+    if x.is_complex():
+        # The sgn of a subnormal number comes out as its reciprocal, infinity, times parts that may be 0.
+        torch.view_as_real(direction).nan_to_num_(nan=0.0, posinf=1.0, neginf=-1.0)
+    direction.add_(x, alpha=0)  # and that of NaN and infinity not always as NaN: it must not get lost
+    return direction if p == 1 else direction * x.abs().pow_(p - 1)
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
