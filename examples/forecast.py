@@ -329,9 +329,10 @@ def parse_arguments() -> argparse.Namespace:
         "--reproduce", action="store_true", help="the whole table, resumable: reproduce.md and reproduce.json in --out"
     )
     args = parser.parse_args()
-    for name in ("lookback", "epochs", "jobs", "threads"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name}: got {getattr(args, name)}, expected at least 1")
+    for name in ("lookback", "epochs", "limit_batches", "jobs", "threads"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')}: got {value}, expected at least 1")
     return args
 
 
@@ -373,6 +374,10 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
             make_loss(loss, Path(path).stem)
             limits = {"epochs": args.epochs, "limit_batches": args.limit_batches}
             runs += [Run(path, backbone, lookback, horizon, loss, lr, seed, **limits) for lr in lrs[backbone, loss]]
+    if not runs:
+        table = ", ".join(f"{name}/{horizon} {backbone}" for backbone, name, horizon in reproduce.CELLS)
+        reason = " ".join(skipped.values()) or f"got a choice that fits no part of the table, which holds {table}"
+        raise DataError(f"reproduce: nothing to run: {reason}; other data and horizons run without --reproduce")
     return runs, list(skipped.values())
 
 

@@ -131,6 +131,10 @@ def _plot_spectra(
 ) -> None:
     """Left the mean spectra of measurements and forecasts, right the errors' spectra relative to the first loss."""
     horizon = curves[0].sketch.forecast_TD.shape[0]
+    if horizon == 1:
+        for axes in (spectrum, error):
+            axes.set_title("One step has no spectrum")
+        return
     truth_K = torch.zeros(())
     for *_, y_BTD in data.loader("test", batch_size=256):
         truth_K = truth_K + _amplitudes(y_BTD)

@@ -108,6 +108,8 @@ def test_parallel_processes_give_the_same_numbers_as_one_process(
         (("--losses", "fredf:alpha"), "'alpha' in 'fredf:alpha' is not like 'alpha=0.5'"),
         (("--horizon", "5000"), "lookback 96 + horizon 5000 needs 5096 rows"),
         (("--horizon", "0"), "horizon: got 0, expected at least 1"),
+        (("--reproduce", "--data", "ETTh2"), "nothing to run: ETTh2: no ETTh2.csv in --data-dir"),
+        (("--reproduce", "--horizon", "7"), "fits no part of the table, which holds ETTh1/96 itransformer, "),
     ],
 )
 def test_what_cannot_be_run_is_named_before_training_starts(
@@ -118,6 +120,22 @@ def test_what_cannot_be_run_is_named_before_training_starts(
         forecast.main()
     assert message in str(exit_info.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_limit_below_one_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["forecast.py", "--limit-batches", "0"])
+    with pytest.raises(SystemExit):
+        forecast.parse_arguments()
+    assert "--limit-batches: got 0, expected at least 1" in capsys.readouterr().err
+
+
+def test_by_default_four_losses_are_compared_by_the_usual_protocol(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["forecast.py"])
+    runs, skipped = forecast.plan(forecast.parse_arguments())
+    assert [run.loss for run in runs] == ["mse", "mae", "fredf", "dct"]
+    assert {(run.data, run.backbone, run.lookback, run.horizon) for run in runs} == {(ETTH1, "itransformer", 96, 96)}
+    assert {run.limit_batches for run in runs} == {None}
+    assert not skipped
 
 
 def test_reproduce_goes_on_after_a_torn_line_and_reports_the_same(tmp_path: Path) -> None:
@@ -163,7 +181,7 @@ def test_same_seed_gives_the_same_result_and_another_seed_does_not() -> None:
     assert first["test_mse"] != other["test_mse"]
 
 
-@pytest.mark.parametrize("loss", ["mse", "mae", "fredf", "dct", "pca", "fredf:basis=haar,alpha=0.9"])
+@pytest.mark.parametrize("loss", ["mse", "mae", "fredf", "dct", "pca", "ours", "fredf:basis=haar,alpha=0.9"])
 def test_every_loss_learns_to_forecast_waves(loss: str, waves: str) -> None:
     run = short_run(data=waves, lookback=24, horizon=12, loss=loss, lr=0.02, epochs=8, limit_batches=None)
     record, _ = forecast.train(run, ignore_progress)
