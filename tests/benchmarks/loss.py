@@ -1,6 +1,6 @@
 """Time FreDFLoss against MSE, the two-transform formula and neuralforecast's FreDF: forward + backward.
 
-    python tests/benchmarks/loss.py [--rounds 15] [--device cpu|cuda] [--json out.json]
+    python tests/benchmarks/loss.py [--rounds 15] [--device cpu|cuda] [--shape B T D] [--json out.json]
 
 Contenders take turns within a round, on one thread; the table gives medians over rounds, and the median of the
 per-round ratios to the two-transform formula. Extra memory is the peak resident size above what the inputs take
@@ -13,6 +13,8 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import importlib.metadata
+import importlib.util
 import json
 import platform
 import statistics
@@ -41,21 +43,30 @@ def two_transforms(input: Tensor, target: Tensor, alpha: float = 0.8) -> Tensor:
 
 
 def contenders() -> dict[str, Loss]:
+    ours = FreDFLoss(alpha=0.8)
     losses: dict[str, Loss] = {
         "MSE": torch.nn.functional.mse_loss,
         "two transforms": two_transforms,
-        "torchext": FreDFLoss(alpha=0.8),
-        "torchext, masked": lambda a, b: masked(a, b, mask=torch.ones_like(b, dtype=torch.bool)),
+        "torchext": ours,
+        "torchext, masked": lambda a, b: ours(a, b, mask=torch.ones_like(b, dtype=torch.bool)),
     }
-    masked = FreDFLoss(alpha=0.8)
     try:
-        from neuralforecast.losses.pytorch import FreDFLoss as TheirFreDF
-    except ImportError:
-        print("neuralforecast's FreDF is not compared: no such package, or one without it")
+        from neuralforecast.losses.pytorch import FreDF as TheirFreDF
+    except ImportError as error:
+        print(f"neuralforecast's FreDF is not compared: {error}")
     else:
-        theirs = TheirFreDF()
+        theirs = TheirFreDF(alpha=0.8)
         losses["neuralforecast"] = lambda a, b: theirs(b, a)
     return losses
+
+
+def versions() -> dict[str, str]:
+    """Return what the figures were taken with: versions, and the commit of the checkout."""
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    found = {"torch": torch.__version__, "python": platform.python_version()}
+    if importlib.util.find_spec("neuralforecast") is not None:
+        found["neuralforecast"] = importlib.metadata.version("neuralforecast")
+    return found | {"commit": head.stdout.strip() or "unknown", "machine": platform.processor() or platform.machine()}
 
 
 def step(loss: Loss, input: Tensor, target: Tensor) -> None:
@@ -161,23 +172,26 @@ def share_of_training_step(rounds: int) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=15, help="at least 2 (default: %(default)s)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--shape", nargs=3, type=int, metavar=("B", "T", "D"), help="this one alone")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error(f"--rounds: got {args.rounds}, expected at least 2, to have a spread")
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    print(f"torch {torch.__version__}, python {platform.python_version()}, commit {commit.stdout.strip() or 'unknown'}")
+    about = versions()
+    print(", ".join(f"{name} {version}" for name, version in about.items()))
     losses = contenders()
     rows = []
-    for shape in SHAPES:
+    for shape in [tuple(args.shape)] if args.shape else SHAPES:
         print(f"\n{shape}\n{'':<18}{'median ms':>10}{'p10 ms':>10}{'speedup':>10}{'extra tensors':>15}")
         for row in compare(losses, shape, args.rounds, args.device):
             rows.append(row)
             extra = "" if row["extra_tensors"] is None else f"{row['extra_tensors']:.2f}"
             print(f"{row['loss']:<18}{row['median_ms']:>10.3f}{row['p10_ms']:>10.3f}{row['speedup']:>10.2f}{extra:>15}")
-    result: dict[str, object] = {"command": sys.argv, "torch": torch.__version__, "rows": rows}
+    result: dict[str, object] = {"command": sys.argv, "versions": about, "rows": rows}
     if args.device == "cpu":
         result["training_step"] = share_of_training_step(args.rounds)
         print("\niTransformer step with MSE {training_step_ms:.2f} ms; FreDF over MSE {fredf_over_mse_ms:.3f} ms, "
