@@ -30,7 +30,7 @@ CELLS = (
     ("itransformer", "national_illness", 24),
     *(("dlinear", "ETTh1", horizon) for horizon in HORIZONS),
     *(("dlinear", "ETTh2", horizon) for horizon in HORIZONS),
-    *(("dlinear", "ETTm1", horizon) for horizon in (96, 336)),
+    ("dlinear", "ETTm1", 96),
     *(("dlinear", "exchange_rate", horizon) for horizon in (96, 336)),
     *(("dlinear", "national_illness", horizon) for horizon in (24, 48)),
 )
@@ -43,7 +43,7 @@ SOURCES = {
 }
 LOSSES = ("mse", "mae", "fredf", "ours")
 SEEDS = (2023, 2024, 2025)
-LR_GRIDS: Grids = {"itransformer": (3e-4, 1e-3, 3e-3), "dlinear": (1e-3, 3e-3, 1e-2)}
+LR_GRIDS: Grids = {"itransformer": (3e-4, 1e-3), "dlinear": (1e-3, 3e-3, 1e-2)}
 # Of the authors' scripts: their baselines train with MSE at 1e-4, FreDF on ETT hourly data at 1e-3.
 AUTHORS_LR = {"mse": 1e-4, "fredf": 1e-3}
 
