@@ -86,3 +86,12 @@ def test_a_reader_that_stops_early_is_no_error() -> None:
     result = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
     os.close(writing)
     assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_a_broken_pipe_of_the_command_itself_is_an_error(monkeypatch: pytest.MonkeyPatch, capfd: object) -> None:
+    def command(argv: list[str]) -> int:
+        raise BrokenPipeError("a peer has hung up")
+
+    monkeypatch.setattr("torchext.doctor.cli.main", command)
+    with pytest.raises(BrokenPipeError, match="a peer has hung up"):
+        cli.main(["doctor"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 
@@ -37,12 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = getattr(importlib.import_module(module), function)(words[1:])
         sys.stdout.flush()  # here, where a closed pipe can still be told apart
     except BrokenPipeError:
+        if not _reader_is_gone():
+            raise  # of another pipe or socket: an error of the command
         # The reader (head, less) has seen enough. Python would complain once more when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141  # as a shell reports a death by SIGPIPE
     except KeyboardInterrupt:
         return 130  # by SIGINT
     return status
+
+
+def _reader_is_gone() -> bool:
+    """Whether standard output is a pipe that nobody reads any more."""
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), 0)  # 0: only what is reported unasked, POLLERR (Linux) or POLLHUP (macOS)
+    return bool(watch.poll(0))
 
 
 def _parser() -> argparse.ArgumentParser:
