@@ -51,31 +51,27 @@ def _is_lasting(thread: threading.Thread) -> bool:
 
 def processes() -> Snapshot:
     """Descendants of this process, dead and not waited for included, and orphans that carry our mark."""
-    table = _process_table()
+    lasting = _lasting_processes()
     children: dict[int, list[int]] = {}
-    for pid, (ppid, _) in table.items():
-        children.setdefault(ppid, []).append(pid)
+    for pid, parent in _parents().items():
+        children.setdefault(parent, []).append(pid)
     found: set[int] = set()
     queue = [os.getpid()]
     while queue:
         for pid in children.get(queue.pop(), []):
-            if pid not in _lasting_processes():
+            if pid not in lasting:
                 found.add(pid)
                 queue.append(pid)
     mark = os.environ.get(MARKER)
     if mark is not None:
-        found |= marked_processes(f"{MARKER}={mark}") - _lasting_processes()
-    # A process that ended since the table was read is no leak.
+        found |= marked_processes(f"{MARKER}={mark}") - lasting
+    # A process that ended since /proc was read is no leak.
     return {(pid, _start_time(pid)): f"process {pid}: {command(pid)}" for pid in found if (_PROC / str(pid)).exists()}
 
 
-def _process_table() -> dict[int, tuple[int, str]]:
-    table = {}
-    for entry in _PROC.glob("[0-9]*/stat"):
-        fields = _stat_fields(int(entry.parent.name))
-        if fields is not None:
-            table[int(entry.parent.name)] = (int(fields[1]), fields[0])
-    return table
+def _parents() -> dict[int, int]:
+    fields_of = {int(entry.name): _stat_fields(int(entry.name)) for entry in _PROC.glob("[0-9]*")}
+    return {pid: int(fields[1]) for pid, fields in fields_of.items() if fields is not None}
 
 
 def _stat_fields(pid: int) -> list[str] | None:
@@ -129,7 +125,7 @@ def state(pid: int) -> str:
 
 
 def shared_memory() -> Snapshot:
-    """Entries of /dev/shm, but for those that only others have open."""
+    """Entries of /dev/shm, those of other programs included: `find` leaves out what they hold (`held_by_others`)."""
     try:
         names = [e.name for e in os.scandir(_SHM)]
     except OSError:

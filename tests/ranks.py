@@ -13,7 +13,7 @@ Where a rank is to die, or the test acts while they run:
     assert outcomes[1].signal == signal.SIGKILL
 
 Nothing of a rank stays behind: at the end of the block each rank is killed with all that it started, and when the test
-process itself dies, its ranks notice and end.
+process itself dies, its ranks notice and end. (Without /proc, what has left its rank's session is not found.)
 """
 
 from __future__ import annotations

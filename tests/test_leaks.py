@@ -12,6 +12,8 @@ import pytest
 
 from tests import leaks
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc and /dev/shm show what has leaked")
+
 ROOT = Path(__file__).parent.parent
 
 LEAKY = """

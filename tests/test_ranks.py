@@ -18,6 +18,7 @@ from tests import leaks
 from tests.ranks import Outcome, Rank, RanksError, run_ranks, start_ranks
 
 ROOT = Path(__file__).parent.parent
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: /proc, os.pidfd_open and os.waitid")
 
 
 class TwoPartError(Exception):
@@ -204,6 +205,7 @@ def test_who_runs_too_long_shows_where_it_was() -> None:
         assert "in spin_here" in str(outcome)
 
 
+@linux_only
 def test_a_stopped_rank_is_killed_without_another_step() -> None:
     with start_ranks(wait_here, 2) as ranks:
         for rank in range(2):
@@ -222,6 +224,7 @@ def test_a_rank_that_cannot_end_has_timed_out_though_it_returned() -> None:
     assert (outcome.kind, outcome.value) == ("timed out", "done")
 
 
+@linux_only
 @pytest.mark.parametrize("own_session", [False, True])
 def test_what_a_rank_started_is_killed_with_it(own_session: bool, tmp_path: Path) -> None:
     with start_ranks(start_another, 1, tmp_path / "pid", own_session) as ranks:
@@ -231,6 +234,7 @@ def test_what_a_rank_started_is_killed_with_it(own_session: bool, tmp_path: Path
     assert leaks.state(pid) in ("", "Z")  # Z: whoever inherits orphans here has not waited for it yet
 
 
+@linux_only
 @pytest.mark.parametrize("own_session", [False, True])
 def test_what_a_rank_leaves_running_is_reported_and_killed(own_session: bool, tmp_path: Path) -> None:
     with start_ranks(start_another, 1, tmp_path / "pid", own_session) as ranks:
@@ -253,6 +257,7 @@ def test_an_exception_in_the_block_kills_the_ranks() -> None:
     assert [leaks.state(pid) for pid in ranks.pids] == ["", ""]
 
 
+@linux_only
 def test_ranks_end_when_the_test_process_is_killed() -> None:
     program = """if True:
         from tests.ranks import start_ranks
