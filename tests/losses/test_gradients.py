@@ -166,6 +166,21 @@ def test_first_used_in_inference_mode_then_trained(basis: str, method: str) -> N
     assert torch.isfinite(input.grad).all()
 
 
+@pytest.mark.parametrize("method", ["auto", "fft"])
+def test_second_derivative_where_the_target_depends_on_the_input(method: str) -> None:
+    x = torch.randn(1, 6, 2, dtype=torch.float64, requires_grad=True)
+
+    def loss(x: Tensor) -> Tensor:
+        forecast = x.sin()
+        return fredf_loss(forecast, 0.5 * forecast + x, method=method)
+
+    assert gradcheck(loss, (x,))
+    (once,) = torch.autograd.grad(loss(x), x)
+    (differentiable,) = torch.autograd.grad(loss(x), x, create_graph=True)
+    torch.testing.assert_close(differentiable, once)
+    assert gradgradcheck(loss, (x,), fast_mode=True)
+
+
 @forward_mode
 @every_choice
 def test_forward_mode(choice: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ def gradients(input: Tensor, target: Tensor, *rest: Any, **choice: Any) -> tuple
     return (loss.detach(), *torch.autograd.grad(loss, (a, b)))
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(signals(), choices, st.booleans(), st.integers(0, 9))
 def test_methods_agree(pair: tuple[Tensor, Tensor], choice: dict[str, Any], masked: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -54,7 +54,7 @@ def test_methods_agree(pair: tuple[Tensor, Tensor], choice: dict[str, Any], mask
         torch.testing.assert_close(gradients(*pair, mask, weight, **choice, method=method), auto, rtol=1e-9, atol=1e-11)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(signals(), choices, st.floats(0.1, 10))
 def test_only_the_difference_counts_and_its_scale_comes_out(
     pair: tuple[Tensor, Tensor], choice: dict[str, Any], scale: float
@@ -71,7 +71,7 @@ def test_only_the_difference_counts_and_its_scale_comes_out(
     torch.testing.assert_close(scaled, loss * scale ** choice["p"], **close)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(signals(), choices)
 def test_distance_to_a_mean_is_at_most_the_mean_distance(pair: tuple[Tensor, Tensor], choice: dict[str, Any]) -> None:
     # Convexity, which both terms have; and no loss without error.
@@ -82,7 +82,7 @@ def test_distance_to_a_mean_is_at_most_the_mean_distance(pair: tuple[Tensor, Ten
     assert fredf_loss(input, input, **choice) == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(signals(), choices, st.integers(1, 3))
 def test_a_batch_is_the_mean_of_its_parts(pair: tuple[Tensor, Tensor], choice: dict[str, Any], parts: int) -> None:
     input, target = (

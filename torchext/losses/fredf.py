@@ -94,8 +94,8 @@ class FreDFLoss(nn.Module):
         horizon_weight: (T,) non-negative weights of the time steps.
         degree: highest degree of a polynomial basis, below T; None means T - 1.
         method: "fused": value and gradient in one pass with a transform and its inverse; "fft": ordinary
-            operations; "matmul": ordinary operations without complex numbers or FFT kernels (ONNX, MPS);
-            It takes memory for T^2 numbers. "auto" picks, and falls back where the fused pass does not apply:
+            operations; "matmul": ordinary operations without complex numbers or FFT kernels (ONNX, MPS),
+            in memory for T^2 numbers; "auto" picks, and falls back where the fused pass does not apply:
             components other than "complex", callable bases, reduction "none", weights or bases that require
             grad, `torch.compile`, `torch.func`. All agree to rounding. Second derivatives work with each.
         reduction: "mean", "sum", or "none": the input's shape, with each series' transformed term spread
@@ -214,6 +214,7 @@ class FreDFLoss(nn.Module):
         """
         if self.basis != "pca":
             raise ValueError(f'fit: only basis="pca" is learned from data, this one is {self.basis!r}')
+        _check_tensor("train_targets", train_targets)
         if not train_targets.is_floating_point() or train_targets.numel() == 0:
             raise ValueError(
                 "train_targets must be a non-empty float tensor (N, T, D) or (N, T), got "
@@ -488,6 +489,7 @@ def _bin_weights(
     basis: Basis, freq_weight: Tensor | None, transform: Transform, input: Tensor, axes: tuple[int, ...]
 ) -> Tensor | None:
     """Return factors of the coefficients such that a plain mean over them is the mean over the basis's bins."""
+    _check_tensor("freq_weight", freq_weight)
     lengths = torch.Size([input.shape[axis] for axis in axes])
     if freq_weight is not None:
         freq_weight = freq_weight.to(input.device, input.dtype)
@@ -512,6 +514,7 @@ def _folded(freq_weight: Tensor | None, horizon: int, like: Tensor) -> Tensor:
 def _combined_weights(
     input: Tensor, mask: Tensor | None, weight: Tensor | None, horizon_weight: Tensor | None, time: int
 ) -> Tensor | None:
+    _check_tensor("horizon_weight", horizon_weight)
     combined = None if weight is None else weight.to(input.device, input.dtype)
     if horizon_weight is not None:
         _check_weight_shape("horizon_weight", horizon_weight, (input.shape[time],))
@@ -611,7 +614,10 @@ def _check_inputs(input: Tensor, target: Tensor, mask: Tensor | None, weight: Te
 def _check_broadcast(name: str, shape: torch.Size, to: torch.Size) -> None:
     padded = (1,) * (len(to) - len(shape)) + tuple(shape)
     if len(padded) != len(to) or any(a not in (1, b) for a, b in zip(padded, to, strict=True)):
-        raise ValueError(f"{name} of shape {tuple(shape)} does not broadcast to the input's {tuple(to)}")
+        raise ValueError(
+            f"{name} of shape {tuple(shape)} does not broadcast to the input's {tuple(to)}: axes are aligned from "
+            "the last one, those along which it does not vary have length 1"
+        )
 
 
 def _check_weight_shape(name: str, weights: Tensor, expected: tuple[int, ...] | None) -> None:

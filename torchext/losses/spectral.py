@@ -270,9 +270,10 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         wants_input, wants_target = ctx.needs_input_grad[:2]
         if torch.is_grad_enabled():  # create_graph=True
-            signals = [s for s, wanted in zip(ctx.saved_tensors, (wants_input, wants_target), strict=True) if wanted]
-            value = ctx.differentiable(*ctx.saved_tensors)
-            grads = torch.autograd.grad(value, signals, grad_output, create_graph=True)
+            # Views cut the two apart where one was computed from the other: partial derivatives are asked for.
+            views = [signal.view_as(signal) for signal in ctx.saved_tensors]
+            signals = [s for s, wanted in zip(views, (wants_input, wants_target), strict=True) if wanted]
+            grads = torch.autograd.grad(ctx.differentiable(*views), signals, grad_output, create_graph=True)
             return grads[0] if wants_input else None, grads[-1] if wants_target else None, None, None
         gradient, ctx.gradient = ctx.gradient, None
         if gradient is None:  # given away by an earlier backward through the retained graph
