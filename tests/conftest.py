@@ -78,3 +78,12 @@ def _seeded(_no_leaks: None, request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tiny models, where more threads only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)

@@ -20,7 +20,8 @@ from torch import nn
 from torchext.losses import FreDFLoss
 
 # Each command imports torch and Lightning anew, in several processes: seconds, but minutes on a busy machine.
-pytestmark = pytest.mark.timeout(300)
+# Those that train in this process set its number of threads.
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("one_thread")]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ETTH1 = str(EXAMPLES / "data" / "ETTh1.csv")

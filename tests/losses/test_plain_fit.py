@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from torchext.losses import FreDFLoss
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LOOK_BACK, HORIZON, VARIABLES = 24, 12, 3
 
 
@@ -23,15 +24,6 @@ def windows() -> TensorDataset:
     series = torch.sin(2 * torch.pi * t / 12) + 0.1 * torch.randn(t.shape)
     cut = series.unfold(0, LOOK_BACK + HORIZON, 1).transpose(1, 2)
     return TensorDataset(cut[:, :LOOK_BACK], cut[:, LOOK_BACK:])
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More threads only wait for each other: the model is tiny."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Forecaster(nn.Module):

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from torchext.losses.neuralforecast import FreDF
 
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("default"),  # the library's and its dependencies' own
     pytest.mark.allow_leaks(
         "environment", reason="Lightning's seed_everything, which the models call, sets PL_GLOBAL_SEED"

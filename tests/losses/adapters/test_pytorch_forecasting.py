@@ -39,7 +39,10 @@ with warnings.catch_warnings():
     import torchext.losses.pytorch_forecasting as adapter
     from torchext.losses.pytorch_forecasting import FreDF
 
-pytestmark = pytest.mark.filterwarnings("default")  # the library's and its dependencies' own
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("default"),  # the library's and its dependencies' own
+]
 
 T, ENCODER = 8, 16
 
