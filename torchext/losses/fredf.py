@@ -467,11 +467,14 @@ def _make_transform(
     return Fourier(len(axes), norm)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _named_matrix(
     name: str, horizon: int, norm: str, degree: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     return _as_tensor(basis_matrix(name, horizon, norm, degree), dtype, device)
+
+
+# What torch.compiler.assume_constant_result does, without importing the compiler, which takes seconds.
+_named_matrix._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _constant_size(x: Tensor, axis: int) -> int:
