@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torchext import callbacks as callbacks
     from torchext import losses as losses
+    from torchext import scheduling as scheduling
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "callbacks", "losses"]
+__all__ = ["__version__", "callbacks", "losses", "scheduling"]
 
-_SUBPACKAGES = frozenset({"callbacks", "losses"})
+_SUBPACKAGES = frozenset({"callbacks", "losses", "scheduling"})
 
 
 def __getattr__(name: str) -> ModuleType:
