@@ -3,7 +3,20 @@
 Everything here is pure: no processes, no sockets, and no files but those that `read_trace` and `read_cluster` read.
 """
 
+from torchext.scheduling.explain import Plan, PlannedStart, PlannedWait, plan
 from torchext.scheduling.placements import TypeAware, comparative_advantage, fastest_type, packed, spread
+from torchext.scheduling.policies import (
+    FIFO,
+    LAS,
+    QSSF,
+    SJF,
+    SRSF,
+    EasyBackfill,
+    FIFOFirstFit,
+    Gavel,
+    make_policy,
+)
+from torchext.scheduling.scheduler import Scheduler
 from torchext.scheduling.state import ClusterState, Running
 from torchext.scheduling.types import (
     Cluster,
@@ -20,22 +33,36 @@ from torchext.scheduling.types import (
 )
 
 __all__ = [
+    "FIFO",
+    "LAS",
+    "QSSF",
+    "SJF",
+    "SRSF",
     "Cluster",
     "ClusterState",
     "Discipline",
+    "EasyBackfill",
+    "FIFOFirstFit",
     "Forecasts",
+    "Gavel",
     "Job",
     "Learns",
     "Machine",
     "Placement",
+    "Plan",
+    "PlannedStart",
+    "PlannedWait",
     "Policy",
     "Running",
+    "Scheduler",
     "SchedulingError",
     "Start",
     "Steps",
     "TypeAware",
     "comparative_advantage",
     "fastest_type",
+    "make_policy",
     "packed",
+    "plan",
     "spread",
 ]

@@ -1,0 +1,94 @@
+"""What would start next, and why: decisions in words, tried on a copy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchext.scheduling.scheduler import Scheduler
+from torchext.scheduling.state import ClusterState
+from torchext.scheduling.types import Job, Placement, Start
+
+
+@dataclass(frozen=True)
+class PlannedStart:
+    """A start and its reasons.
+
+    Attributes:
+        job_id: The job.
+        score: Its score; lower is served first.
+        machines: (name, GPUs) of each machine, rank 0's first.
+        speed: Expected speed, relative to the machine that durations refer to.
+        speed_sd: Standard deviation of `speed`, or None if the policy has no idea of it.
+        displaced: Ids of the running jobs that have to stop for it.
+        passed: Ids of jobs with a lower score that still wait.
+    """
+
+    job_id: str
+    score: float
+    machines: tuple[tuple[str, int], ...]
+    speed: float
+    speed_sd: float | None
+    displaced: tuple[str, ...]
+    passed: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedWait:
+    """A job that goes on waiting.
+
+    Attributes:
+        job_id: The job.
+        score: Its score; lower is served first. inf: the policy holds it back.
+        reason: Why, in words.
+    """
+
+    job_id: str
+    score: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a scheduler would do now: the starts in their order, and who waits, in the policy's order."""
+
+    starts: tuple[PlannedStart, ...]
+    waits: tuple[PlannedWait, ...]
+
+
+def plan(scheduler: Scheduler) -> Plan:
+    """Says what `Scheduler.decide` would do now, and why, without doing it."""
+    trial = scheduler.copy()
+    starts = trial.decide()
+    waiting = trial.waiting()
+    return Plan(
+        starts=tuple(_explain_start(start, waiting, trial.state) for start in starts),
+        waits=tuple(PlannedWait(job.id, score, _explain_wait(score, job, trial)) for score, job in waiting),
+    )
+
+
+def _explain_start(start: Start, waiting: list[tuple[float, Job]], state: ClusterState) -> PlannedStart:
+    placement = start.placement
+    rank = (start.score, start.job.submit_s)
+    return PlannedStart(
+        job_id=start.job.id,
+        score=start.score,
+        machines=tuple((state.cluster.machines[index].name, gpus) for index, gpus in placement.gpus),
+        speed=state.speed(start.job, placement) if placement.speed is None else placement.speed,
+        speed_sd=placement.speed_sd,
+        displaced=tuple(running.job.id for running in start.displaced),
+        passed=tuple(job.id for score, job in waiting if (score, job.submit_s) < rank),
+    )
+
+
+def _explain_wait(score: float, job: Job, scheduler: Scheduler) -> str:
+    if score == float("inf"):
+        return "the policy holds it back"
+    state = scheduler.state
+    placement: Placement | None = scheduler.policy.place(job, state)
+    if placement is not None:
+        return "would fit, but must not pass the jobs before it"
+    if scheduler.policy.place(job, ClusterState(state.cluster)) is None:
+        return f"needs {job.num_gpus} GPUs as the cluster never has them, even empty"
+    free = max((free for index, free in enumerate(state.free) if state.is_open(index)), default=0)
+    where = "" if job.gpus_per_node is None else f", {job.gpus_per_node} on each machine"
+    return f"needs {job.num_gpus} GPUs{where}; {state.num_free} are free, at most {free} on one machine"

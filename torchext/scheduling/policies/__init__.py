@@ -1,0 +1,67 @@
+"""The classical policies, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torchext.scheduling.placements import Rule
+from torchext.scheduling.policies.easy_backfill import EasyBackfill
+from torchext.scheduling.policies.fifo import FIFO
+from torchext.scheduling.policies.fifo_firstfit import FIFOFirstFit
+from torchext.scheduling.policies.gavel import Gavel
+from torchext.scheduling.policies.las import LAS
+from torchext.scheduling.policies.qssf import QSSF
+from torchext.scheduling.policies.sjf import SJF
+from torchext.scheduling.policies.srsf import SRSF
+from torchext.scheduling.types import Policy, SchedulingError
+
+__all__ = [
+    "FIFO",
+    "LAS",
+    "ORACLES",
+    "POLICIES",
+    "QSSF",
+    "SJF",
+    "SRSF",
+    "EasyBackfill",
+    "FIFOFirstFit",
+    "Gavel",
+    "make_policy",
+]
+
+# Decide by what has been seen; can run a real queue.
+POLICIES: Mapping[str, Callable[..., Policy]] = {
+    "fifo": FIFO,
+    "fifo-firstfit": FIFOFirstFit,
+    "easy-backfill": EasyBackfill,
+    "qssf": QSSF,
+    "las": LAS,
+    "gavel": Gavel,
+}
+# Are told the true durations; for comparison only.
+ORACLES: Mapping[str, Callable[..., Policy]] = {
+    "sjf": SJF,
+    "srsf": SRSF,
+    "easy-oracle": EasyBackfill,
+}
+
+
+def make_policy(name: str, *, durations_s: Mapping[str, float] | None = None, placement: Rule | None = None) -> Policy:
+    """Makes a new policy, which has learned nothing yet.
+
+    Args:
+        name: One of `POLICIES` or `ORACLES`.
+        durations_s: True duration of each job, by id; given to oracles only, who need it.
+        placement: Where jobs go; None leaves it to the policy.
+
+    Raises:
+        SchedulingError: There is no such policy, or it is an oracle and the durations are missing.
+    """
+    options = {} if placement is None else {"placement": placement}
+    if name in POLICIES:
+        return POLICIES[name](**options)
+    if name not in ORACLES:
+        raise SchedulingError(f"there is no policy {name!r}; choose from {', '.join([*POLICIES, *ORACLES])}")
+    if durations_s is None:
+        raise SchedulingError(f"policy {name!r} is told the true durations, so it works on recorded jobs only")
+    return ORACLES[name](durations_s=durations_s, **options)
