@@ -3,6 +3,7 @@
 Everything here is pure: no processes, no sockets, and no files but those that `read_trace` and `read_cluster` read.
 """
 
+from torchext.scheduling.cluster_file import parse_cluster, read_cluster
 from torchext.scheduling.explain import Plan, PlannedStart, PlannedWait, plan
 from torchext.scheduling.placements import TypeAware, comparative_advantage, fastest_type, packed, spread
 from torchext.scheduling.policies import (
@@ -30,6 +31,7 @@ from torchext.scheduling.simulator import (
     teach,
 )
 from torchext.scheduling.state import ClusterState, Running
+from torchext.scheduling.traces import read_trace
 from torchext.scheduling.types import (
     Cluster,
     Discipline,
@@ -82,8 +84,11 @@ __all__ = [
     "fastest_type",
     "make_policy",
     "packed",
+    "parse_cluster",
     "plan",
     "random_outages",
+    "read_cluster",
+    "read_trace",
     "simulate",
     "spread",
     "teach",
