@@ -5,7 +5,9 @@ Everything here is pure: no processes, no sockets, and no files but those that `
 
 from torchext.scheduling.cluster_file import parse_cluster, read_cluster
 from torchext.scheduling.explain import Plan, PlannedStart, PlannedWait, plan
+from torchext.scheduling.metrics import summarize
 from torchext.scheduling.placements import TypeAware, comparative_advantage, fastest_type, packed, spread
+from torchext.scheduling.plots import plot
 from torchext.scheduling.policies import (
     FIFO,
     LAS,
@@ -86,10 +88,12 @@ __all__ = [
     "packed",
     "parse_cluster",
     "plan",
+    "plot",
     "random_outages",
     "read_cluster",
     "read_trace",
     "simulate",
     "spread",
+    "summarize",
     "teach",
 ]
