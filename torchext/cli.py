@@ -18,6 +18,7 @@ import torchext
 # Name -> ("module:function", what it does, for the help).
 _COMMANDS = {
     "doctor": ("torchext.doctor.cli:main", "say what this machine offers to torchext, and how to get the rest"),
+    "simulate": ("torchext.scheduling.cli:main", "try scheduling policies on recorded jobs and compare them"),
 }
 
 
