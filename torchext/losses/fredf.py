@@ -11,8 +11,6 @@ Shape legend: `B` batch, `T` horizon (time steps), `D` variables, `K` coefficien
 from __future__ import annotations
 
 import math
-import numbers
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import cast
@@ -23,7 +21,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from torchext.losses.bases import MATRIX_BASES, POLYNOMIALS, basis_matrix, principal_components
+from torchext.losses.bases import MATRIX_BASES, basis_matrix, principal_components
+from torchext.losses.checks import (
+    FOURIER_BASES,
+    Basis,
+    check_inputs,
+    check_settings,
+    check_tensor,
+    check_weight_shape,
+    time_axis,
+)
 from torchext.losses.spectral import (
     Custom,
     Fourier,
@@ -35,16 +42,6 @@ from torchext.losses.spectral import (
     fused_loss,
 )
 from torchext.losses.terms import Terms, TimeLoss, fredf_from_terms, root, total_weight
-
-Basis = str | Tensor | Callable[[Tensor], Tensor]
-
-_FOURIER_BASES = ("rfft", "fft", "rfft_variables", "rfft2")
-_BASES = (*_FOURIER_BASES, *MATRIX_BASES, "pca")
-_COMPONENTS = ("complex", "mag", "phase", "mag-phase", "complex-phase", "complex-mag-phase")
-_NORMS = ("backward", "ortho", "forward")
-_TIME_LOSSES = ("mse", "mae", "smape")
-_METHODS = ("auto", "fused", "fft", "matmul")
-_REDUCTIONS = ("mean", "sum", "none")
 
 # rec_lambda of the authors' scripts is 1 - alpha; the learning rates are in FreDFLoss.paper's docstring.
 _PAPER_ALPHA = {
@@ -145,9 +142,9 @@ class FreDFLoss(nn.Module):
         reduction: str = "mean",
     ) -> None:
         super().__init__()
-        _check_settings(alpha, basis, component, norm, p, time_loss, degree, method, reduction)
+        check_settings(alpha, basis, component, norm, p, time_loss, degree, method, reduction)
         for name, weights in (("freq_weight", freq_weight), ("horizon_weight", horizon_weight)):
-            _check_tensor(name, weights)
+            check_tensor(name, weights)
             if weights is not None and not weights.is_meta and not bool((weights >= 0).all()):
                 raise ValueError(f"{name} must not be negative, got a minimum of {weights.min().item()}")
         self.alpha = alpha
@@ -214,13 +211,13 @@ class FreDFLoss(nn.Module):
         """
         if self.basis != "pca":
             raise ValueError(f'fit: only basis="pca" is learned from data, this one is {self.basis!r}')
-        _check_tensor("train_targets", train_targets)
+        check_tensor("train_targets", train_targets)
         if not train_targets.is_floating_point() or train_targets.numel() == 0:
             raise ValueError(
                 "train_targets must be a non-empty float tensor (N, T, D) or (N, T), got "
                 f"{train_targets.dtype} of shape {tuple(train_targets.shape)}"
             )
-        time = _time_axis(self.dim, train_targets)
+        time = time_axis(self.dim, train_targets)
         series = train_targets.detach().movedim(time, -1).reshape(-1, train_targets.shape[time])
         if not bool(torch.isfinite(series).all()):
             raise ValueError("train_targets must be finite: leave out the windows with missing values")
@@ -253,7 +250,7 @@ class FreDFLoss(nn.Module):
             assert self.matrix is not None
             basis = self.matrix
         elif isinstance(basis, str) and basis in MATRIX_BASES:
-            _check_inputs(input, target, mask, weight)
+            check_inputs(input, target, mask, weight)
             if _is_ordinary(input):
                 basis, norm, degree = self._built_matrix(basis, input, target), "backward", None
         return fredf_loss(
@@ -282,7 +279,7 @@ class FreDFLoss(nn.Module):
         )
 
     def _built_matrix(self, basis: str, input: Tensor, target: Tensor) -> Tensor:
-        horizon = input.shape[_time_axis(self.dim, input)]
+        horizon = input.shape[time_axis(self.dim, input)]
         key = (basis, horizon, self.norm, self.degree, _common_dtype(input, target), input.device)
         built = self._built
         if built is not None and built[0] == key:
@@ -329,9 +326,9 @@ def fredf_loss(
     >>> fredf_loss(torch.zeros(8, 24, 3), torch.ones(8, 24, 3), alpha=0.5, basis="dct", norm="ortho").shape
     torch.Size([])
     """
-    _check_settings(alpha, basis, component, norm, p, time_loss, degree, method, reduction)
-    _check_inputs(input, target, mask, weight)
-    time = _time_axis(dim, input)
+    check_settings(alpha, basis, component, norm, p, time_loss, degree, method, reduction)
+    check_inputs(input, target, mask, weight)
+    time = time_axis(dim, input)
     axes = _transformed_axes(basis, time, input)
     dtype = _common_dtype(input, target)
     with _no_autocast(input.device.type):
@@ -457,7 +454,7 @@ def _make_transform(
         return Custom(basis)
     if basis == "pca":
         raise ValueError('basis "pca" is learned from data: use FreDFLoss(basis="pca").fit(train_targets)')
-    if basis not in _FOURIER_BASES:
+    if basis not in FOURIER_BASES:
         return Matrix(_named_matrix(basis, _constant_size(input, axes[0]), norm, degree, input.dtype, input.device))
     # FFT kernels are a given on these devices only, and ONNX has no complex numbers.
     if method == "matmul" or (
@@ -492,14 +489,14 @@ def _bin_weights(
     basis: Basis, freq_weight: Tensor | None, transform: Transform, input: Tensor, axes: tuple[int, ...]
 ) -> Tensor | None:
     """Return factors of the coefficients such that a plain mean over them is the mean over the basis's bins."""
-    _check_tensor("freq_weight", freq_weight)
+    check_tensor("freq_weight", freq_weight)
     lengths = torch.Size([input.shape[axis] for axis in axes])
     if freq_weight is not None:
         freq_weight = freq_weight.to(input.device, input.dtype)
     if isinstance(basis, str) and basis == "fft":
         return _folded(freq_weight, lengths[0], input)
     if freq_weight is not None:
-        _check_weight_shape("freq_weight", freq_weight, transform.num_bins(lengths))
+        check_weight_shape("freq_weight", freq_weight, transform.num_bins(lengths))
     return freq_weight
 
 
@@ -507,7 +504,7 @@ def _folded(freq_weight: Tensor | None, horizon: int, like: Tensor) -> Tensor:
     # Bin T - k is the conjugate of bin k and has the same distance: fold it onto bin k, where k is not T - k.
     if freq_weight is None:
         freq_weight = torch.ones(horizon, device=like.device, dtype=like.dtype)
-    _check_weight_shape("freq_weight", freq_weight, (horizon,))
+    check_weight_shape("freq_weight", freq_weight, (horizon,))
     own = torch.arange(horizon // 2 + 1, device=like.device)
     mirror = -own % horizon
     folded = freq_weight[own] + torch.where(own == mirror, 0.0, freq_weight[mirror])
@@ -517,10 +514,10 @@ def _folded(freq_weight: Tensor | None, horizon: int, like: Tensor) -> Tensor:
 def _combined_weights(
     input: Tensor, mask: Tensor | None, weight: Tensor | None, horizon_weight: Tensor | None, time: int
 ) -> Tensor | None:
-    _check_tensor("horizon_weight", horizon_weight)
+    check_tensor("horizon_weight", horizon_weight)
     combined = None if weight is None else weight.to(input.device, input.dtype)
     if horizon_weight is not None:
-        _check_weight_shape("horizon_weight", horizon_weight, (input.shape[time],))
+        check_weight_shape("horizon_weight", horizon_weight, (input.shape[time],))
         shape = [1] * input.ndim
         shape[time] = -1
         profile = horizon_weight.to(input.device, input.dtype).reshape(shape)
@@ -528,110 +525,6 @@ def _combined_weights(
     if mask is None:
         return combined
     return mask.to(input.dtype) if combined is None else torch.where(mask, combined, 0.0)
-
-
-# ---- checks --------------------------------------------------------------------------------------------
-
-
-def _check_settings(
-    alpha: float,
-    basis: Basis,
-    component: str,
-    norm: str,
-    p: float,
-    time_loss: TimeLoss,
-    degree: int | None,
-    method: str,
-    reduction: str,
-) -> None:
-    _check_number("alpha", alpha, numbers.Real)
-    _check_number("p", p, numbers.Real)
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha must lie in [0, 1], got {alpha}")
-    if not 1 <= p < math.inf:
-        raise ValueError(f"p must be at least 1 and finite, got {p}")
-    if isinstance(basis, str):
-        _check_choice("basis", basis, _BASES, "or a (K, T) tensor or a linear callable")
-    elif isinstance(basis, Tensor):
-        if basis.ndim != 2 or not basis.is_floating_point():
-            raise ValueError(f"basis: a matrix must be a float tensor (K, T), got {basis.dtype} {tuple(basis.shape)}")
-    elif not callable(basis):
-        raise TypeError(f"basis must be a name, a (K, T) tensor or a callable, got {type(basis).__name__}")
-    _check_choice("component", component, _COMPONENTS)
-    _check_choice("norm", norm, _NORMS)
-    _check_choice("method", method, _METHODS)
-    _check_choice("reduction", reduction, _REDUCTIONS)
-    if not callable(time_loss):
-        _check_choice("time_loss", time_loss, _TIME_LOSSES, "or a callable")
-    fourier = isinstance(basis, str) and basis in _FOURIER_BASES
-    shown = repr(basis) if isinstance(basis, str) else f"a {type(basis).__name__}"
-    if component != "complex" and (isinstance(basis, Tensor) or (isinstance(basis, str) and not fourier)):
-        raise ValueError(f"component={component!r} needs complex coefficients, which the basis, {shown}, has not")
-    if norm == "forward" and not fourier:
-        raise ValueError(f'norm="forward" is defined for {_FOURIER_BASES}, got {shown}')
-    if method == "fft" and not fourier:
-        raise ValueError(f'method="fft" is for {_FOURIER_BASES}, got {shown}; use "auto"')
-    if degree is not None and not (isinstance(basis, str) and basis in POLYNOMIALS):
-        raise ValueError(f"degree is for the polynomial bases {POLYNOMIALS}, got {shown}")
-    if degree is not None:
-        _check_number("degree", degree, numbers.Integral)
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...], or_else: str = "") -> None:
-    if value not in choices:
-        listed = f"{', '.join(map(repr, choices))} {or_else}".rstrip()
-        raise ValueError(f"{name} must be one of {listed}; got {value!r}")
-
-
-def _check_number(name: str, value: object, kind: type) -> None:
-    if not isinstance(value, kind):
-        wanted = "an integer" if kind is numbers.Integral else "a number"
-        raise TypeError(f"{name} must be {wanted}, got {type(value).__name__}")
-
-
-def _check_tensor(name: str, value: object) -> None:
-    if value is not None and not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-
-
-def _check_inputs(input: Tensor, target: Tensor, mask: Tensor | None, weight: Tensor | None) -> None:
-    for name, value in (("input", input), ("target", target), ("mask", mask), ("weight", weight)):
-        _check_tensor(name, value)
-    for name, signal in (("input", input), ("target", target)):
-        if not signal.is_floating_point():
-            raise TypeError(f"{name} must be real floating point, got {signal.dtype}")
-    if input.shape != target.shape:
-        raise ValueError(
-            f"input and target must have the same shape (nothing is broadcast), got {tuple(input.shape)} and "
-            f"{tuple(target.shape)}"
-        )
-    if input.numel() == 0:
-        raise ValueError(f"input must not be empty, got shape {tuple(input.shape)}")
-    if mask is not None and mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool, True where a position is scored, got {mask.dtype}; grade with weight=")
-    for name, factor in (("mask", mask), ("weight", weight)):
-        if factor is not None:
-            _check_broadcast(name, factor.shape, input.shape)
-
-
-def _check_broadcast(name: str, shape: torch.Size, to: torch.Size) -> None:
-    padded = (1,) * (len(to) - len(shape)) + tuple(shape)
-    if len(padded) != len(to) or any(a not in (1, b) for a, b in zip(padded, to, strict=True)):
-        raise ValueError(
-            f"{name} of shape {tuple(shape)} does not broadcast to the input's {tuple(to)}: axes are aligned from "
-            "the last one, those along which it does not vary have length 1"
-        )
-
-
-def _check_weight_shape(name: str, weights: Tensor, expected: tuple[int, ...] | None) -> None:
-    if expected is not None and tuple(weights.shape) != expected:
-        raise ValueError(f"{name} must have shape {expected} for this input, got {tuple(weights.shape)}")
-
-
-def _time_axis(dim: int, input: Tensor) -> int:
-    if not -input.ndim <= dim < input.ndim:
-        raise ValueError(f"dim={dim} names no axis of an input of shape {tuple(input.shape)}")
-    return dim % input.ndim
 
 
 def _compute_dtype(dtype: torch.dtype) -> torch.dtype:

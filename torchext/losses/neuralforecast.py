@@ -9,7 +9,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from torchext.losses._adapters import settings_of
-from torchext.losses.fredf import Basis, FreDFLoss
+from torchext.losses.checks import Basis
+from torchext.losses.fredf import FreDFLoss
 from torchext.losses.terms import TimeLoss
 
 try:

@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from torchext.losses._adapters import settings_of
-from torchext.losses.fredf import Basis, FreDFLoss
+from torchext.losses.checks import Basis
+from torchext.losses.fredf import FreDFLoss
 from torchext.losses.terms import TimeLoss
 
 try:
