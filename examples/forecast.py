@@ -352,16 +352,15 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
         losses, seeds = args.losses or reproduce.LOSSES, args.seeds or reproduce.SEEDS
         grids = reproduce_grids(args)
         lrs = {
-            (backbone, loss): reproduce.learning_rates(loss, grid)
-            for backbone, grid in grids.items()
-            for loss in losses
+            (cell, loss): reproduce.learning_rates(loss, cell[1], grids[cell[0]]) for cell in cells for loss in losses
         }
     else:
         cells = list(itertools.product(args.backbone or ["itransformer"], args.data or ["ETTh1"], args.horizon or [96]))
         losses, seeds = args.losses or ["mse", "mae", "fredf", "dct"], args.seeds or [2023]
-        lrs = {(cell[0], loss): args.lr_sweep or [args.lr] for cell in cells for loss in losses}
+        lrs = {(cell, loss): args.lr_sweep or [args.lr] for cell in cells for loss in losses}
     runs, skipped = [], {}
-    for backbone, name, horizon in cells:
+    for cell in cells:
+        backbone, name, horizon = cell
         path = find_data(name, args.data_dir)
         if args.reproduce and not Path(path).is_file():
             skipped[name] = (
@@ -373,7 +372,7 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
         for loss, seed in itertools.product(losses, seeds):
             make_loss(loss, Path(path).stem)
             limits = {"epochs": args.epochs, "limit_batches": args.limit_batches}
-            runs += [Run(path, backbone, lookback, horizon, loss, lr, seed, **limits) for lr in lrs[backbone, loss]]
+            runs += [Run(path, backbone, lookback, horizon, loss, lr, seed, **limits) for lr in lrs[cell, loss]]
     if not runs:
         table = ", ".join(f"{name}/{horizon} {backbone}" for backbone, name, horizon in reproduce.CELLS)
         reason = " ".join(skipped.values()) or f"got a choice that fits no part of the table, which holds {table}"

@@ -48,9 +48,13 @@ LR_GRIDS: Grids = {"itransformer": (3e-4, 1e-3), "dlinear": (1e-3, 3e-3, 1e-2)}
 AUTHORS_LR = {"mse": 1e-4, "fredf": 1e-3}
 
 
-def learning_rates(loss: str, grid: Sequence[float]) -> list[float]:
-    """The grid, and the authors' learning rate for the loss if they have one."""
-    return sorted({*grid, *([AUTHORS_LR[loss]] if loss in AUTHORS_LR else [])})
+def learning_rates(loss: str, dataset: str, grid: Sequence[float]) -> list[float]:
+    """The grid, and the authors' learning rate for the loss if they give one for the data set."""
+    return sorted({*grid, *([AUTHORS_LR[loss]] if is_authors(loss, dataset) else [])})
+
+
+def is_authors(loss: str, dataset: str) -> bool:
+    return loss in AUTHORS_LR and dataset.startswith("ETT")
 
 
 def write_report(records: Sequence[Record], grids: Grids, skipped: Sequence[str], folder: Path) -> tuple[Path, Path]:
@@ -65,7 +69,7 @@ def write_report(records: Sequence[Record], grids: Grids, skipped: Sequence[str]
     rows = by_lr(records)
     losses = list(dict.fromkeys(row.loss for row in rows))
     chosen = best_lr([row for row in rows if row.lr in grids[row.backbone]])
-    authors = [row for row in rows if AUTHORS_LR.get(row.loss) == row.lr]
+    authors = [row for row in rows if is_authors(row.loss, row.dataset) and AUTHORS_LR[row.loss] == row.lr]
     columns = {LABELS.get(loss, loss): [row for row in chosen if row.loss == loss] for loss in losses}
     columns |= {
         f"{LABELS[loss]}, authors' settings": [row for row in authors if row.loss == loss]
