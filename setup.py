@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from glob import glob
 
 from pybind11.setup_helpers import Pybind11Extension
 from setuptools import find_packages, setup
@@ -27,8 +28,8 @@ setup(
     ext_modules=[
         Pybind11Extension(
             "torchext._native",
-            ["torchext/csrc/module.cpp"],
-            depends=["torchext/csrc/build_info.hpp"],
+            sorted(glob("torchext/csrc/**/*.cpp", recursive=True)),
+            depends=sorted(glob("torchext/csrc/**/*.hpp", recursive=True)),
             cxx_std=20,
             extra_compile_args=_FLAGS,
             define_macros=[("TORCHEXT_FLAGS", '"' + " ".join(_FLAGS) + '"')],

@@ -1,5 +1,7 @@
 """Types of the C++ core. It is absent where no C++20 compiler was at hand at installation."""
 
+from collections.abc import Callable, Sequence
+
 def build_info() -> dict[str, str]:
     """Says how this core was built.
 
@@ -7,3 +9,102 @@ def build_info() -> dict[str, str]:
         ``compiler``, ``standard`` (value of ``__cplusplus``), ``flags`` (what torchext adds to Python's own),
         ``pybind11``, ``python`` (version of the headers) and ``assertions`` (``on`` or ``off``).
     """
+
+class collectives:  # a submodule
+    """The engine of torchext.collectives; Linux only."""
+
+    class Arena:
+        """Shared memory of one world."""
+
+        @staticmethod
+        def create(world_size: int, ring_bytes: int, pool_bytes: int, nonce: int) -> collectives.Arena: ...
+        @staticmethod
+        def attach(pid: int, descriptor: int, nonce: int) -> collectives.Arena: ...
+        @property
+        def descriptor(self) -> int: ...
+        def close_descriptor(self) -> None: ...
+
+    class Group:
+        """The members of one process group."""
+
+    class Call:
+        """One collective that was issued."""
+
+        @property
+        def id(self) -> int: ...
+        @property
+        def text(self) -> str: ...
+        @property
+        def code(self) -> int: ...
+        @property
+        def error(self) -> str: ...
+        @property
+        def culprits(self) -> list[int]: ...
+        @property
+        def elapsed_s(self) -> float: ...
+        def done(self) -> bool: ...
+        def wait(self, timeout_s: float) -> bool: ...
+
+    class World:
+        """The engine of this rank; sizes in bytes, codes as in csrc/collectives/signature.hpp."""
+
+        def __init__(self, arena: collectives.Arena, rank: int) -> None: ...
+        def meet(self, timeout_s: float, failed: Callable[[], bool]) -> list[int]: ...
+        def group(self, ranks: Sequence[int], uid: int) -> collectives.Group: ...
+        def issue(
+            self,
+            group: collectives.Group,
+            kind: int,
+            reduce_op: int,
+            dtype: int,
+            item_bytes: int,
+            root: int,
+            peer: int,
+            shape: tuple[int, ...],
+            identity: tuple[int, ...] | None,
+            tag: str,
+            inputs: Sequence[tuple[int, int]],
+            outputs: Sequence[tuple[int, int]],
+            uneven: bool,
+            timeout_s: float,
+            keepalive: object,
+        ) -> collectives.Call: ...
+        def run(
+            self,
+            group: collectives.Group,
+            kind: int,
+            reduce_op: int,
+            dtype: int,
+            item_bytes: int,
+            root: int,
+            peer: int,
+            shape: tuple[int, ...],
+            identity: tuple[int, ...] | None,
+            tag: str,
+            inputs: Sequence[tuple[int, int]],
+            outputs: Sequence[tuple[int, int]],
+            uneven: bool,
+            timeout_s: float,
+        ) -> collectives.Call | None: ...
+        def run_all_reduce(
+            self,
+            group: collectives.Group,
+            reduce_op: int,
+            dtype: int,
+            item_bytes: int,
+            shape: tuple[int, ...],
+            tag: str,
+            data: int,
+            bytes: int,
+            timeout_s: float,
+        ) -> collectives.Call | None: ...
+        def cancel(self, call: collectives.Call, text: str) -> None: ...
+        def abort(self, group_uid: int, text: str) -> None: ...
+        def close(self, text: str) -> None: ...
+        def finished(self, timeout_s: float) -> list[int]: ...
+        def watch(self, call: collectives.Call) -> bool: ...
+        def stats(self) -> dict[str, int]: ...
+        def closed(self) -> bool: ...
+        def release(self) -> None: ...
+        @property
+        def eager_bytes(self) -> int: ...

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "build_info.hpp"
+#include "collectives/bindings.hpp"
 
 #define TORCHEXT_STR_(x) #x
 #define TORCHEXT_STR(x) TORCHEXT_STR_(x)
@@ -21,4 +22,7 @@ PYBIND11_MODULE(_native, m) {
             return info;
         },
         "Says how this core was built.");
+
+    auto collectives = m.def_submodule("collectives", "The engine of torchext.collectives; Linux only.");
+    torchext::collectives::bind(collectives);
 }

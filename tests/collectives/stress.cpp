@@ -1,0 +1,131 @@
+// The engine under a sanitizer: ranks are threads of one process here, so that it sees both ends of every exchange.
+//
+//   g++ -std=c++20 -O1 -g -fsanitize=thread -pthread -o stress tests/collectives/stress.cpp torchext/csrc/*/reduce.cpp
+//   ./stress 3 200
+//
+// or with -fsanitize=address,undefined. Arguments: ranks, programs. Ends with status 0 if all values are right.
+#include <cstdio>
+#include <cstdlib>
+#include <numeric>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "../../torchext/csrc/collectives/engine.hpp"
+
+using namespace torchext::collectives;
+
+namespace {
+
+constexpr std::size_t kSizes[] = {1, 33, 5000, 200'000};
+
+struct Step {
+    OpKind kind;
+    std::size_t n;
+    int root;
+};
+
+struct Running {
+    Step step;
+    OpPtr op;
+    std::vector<std::int64_t> in, out;
+};
+
+std::int64_t value(int rank, std::size_t number, std::size_t i) {
+    return static_cast<std::int64_t>(1000 * static_cast<std::size_t>(rank + 1) + 7 * number + i % 13);
+}
+
+template <class T>
+Span span(std::vector<T>& v) {
+    return {reinterpret_cast<std::byte*>(v.data()), v.size() * sizeof(T)};
+}
+
+void check(const Running& r, std::size_t number, int rank, int world) {
+    if (r.op->code != Code::none) {
+        std::fprintf(stderr, "rank %d: %s\n", rank, r.op->error.c_str());
+        std::abort();
+    }
+    for (std::size_t i = 0; i < r.out.size(); ++i) {
+        std::int64_t want = 0;
+        if (r.step.kind == OpKind::all_reduce) {
+            for (int p = 0; p < world; ++p) want += value(p, number, i);
+        } else if (r.step.kind == OpKind::broadcast) {
+            want = value(r.step.root, number, i);
+        } else {  // all_gather
+            want = value(static_cast<int>(i / r.step.n), number, i % r.step.n);
+        }
+        if (r.out[i] != want) {
+            std::fprintf(stderr, "rank %d, step %zu: wrong value\n", rank, number);
+            std::abort();
+        }
+    }
+}
+
+void run_rank(std::shared_ptr<Arena> arena, int rank, int world, int programs) {
+    Engine engine(std::move(arena), rank);
+    const auto never = [] { return false; };
+    if (!engine.meet(30 * kSecond, never).empty()) std::abort();
+    std::vector<int> ranks(static_cast<std::size_t>(world));
+    std::iota(ranks.begin(), ranks.end(), 0);
+    const auto members = std::make_shared<Members>(ranks, world, rank);
+    for (int program = 0; program < programs; ++program) {
+        std::mt19937 shared(static_cast<unsigned>(program)), own(static_cast<unsigned>(program * 64 + rank));
+        std::vector<Step> steps;
+        for (std::size_t i = 0; i < 8; ++i) {
+            constexpr OpKind kinds[] = {OpKind::all_reduce, OpKind::broadcast, OpKind::all_gather, OpKind::barrier};
+            steps.push_back({kinds[shared() % 4], kSizes[shared() % 4], static_cast<int>(shared() % static_cast<unsigned>(world))});
+        }
+        std::vector<std::size_t> order(steps.size());
+        std::iota(order.begin(), order.end(), 0);
+        std::shuffle(order.begin(), order.end(), own);
+        std::vector<Running> running(steps.size());
+        for (const std::size_t number : order) {
+            Running& r = running[number];
+            r.step = steps[number];
+            const bool root = rank == r.step.root;
+            if (r.step.kind != OpKind::barrier) {
+                r.in.resize(r.step.n);
+                for (std::size_t i = 0; i < r.in.size(); ++i) r.in[i] = value(rank, number, i);
+                r.out.resize(r.step.n * (r.step.kind == OpKind::all_gather ? static_cast<std::size_t>(world) : 1));
+                if (r.step.kind == OpKind::broadcast && root) r.out = r.in;
+            }
+            Request request;
+            request.signature.kind = r.step.kind;
+            request.signature.dtype = static_cast<std::uint8_t>(DType::i64);
+            request.signature.group = 1;
+            request.signature.tag = std::to_string(number);
+            if (r.step.kind == OpKind::all_reduce) request.signature.reduce_op = ReduceOp::sum;
+            if (r.step.kind == OpKind::broadcast) request.signature.root = r.step.root;
+            request.members = members;
+            if (r.step.kind != OpKind::barrier && (r.step.kind != OpKind::broadcast || root)) request.in = {span(r.in)};
+            if (r.step.kind != OpKind::barrier && (r.step.kind != OpKind::broadcast || !root)) request.out = {span(r.out)};
+            request.item_bytes = sizeof(std::int64_t);
+            request.timeout = 60 * kSecond;
+            r.op = engine.issue(request);
+        }
+        // Two threads wait, so that they contend for driving.
+        auto wait = [&](std::size_t from) {
+            for (std::size_t i = from; i < running.size(); i += 2) {
+                engine.wait(running[i].op, now() + 60 * kSecond, never);
+                check(running[i], i, rank, world);
+            }
+        };
+        std::thread other(wait, 1);
+        wait(0);
+        other.join();
+    }
+    const auto stats = engine.stats().first;
+    std::printf("rank %d: %llu calls, %llu preemptions\n", rank, static_cast<unsigned long long>(stats.completed),
+                static_cast<unsigned long long>(stats.preemptions));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    const int world = argc > 1 ? std::atoi(argv[1]) : 3;
+    const int programs = argc > 2 ? std::atoi(argv[2]) : 100;
+    auto arena = Arena::create(world, 64 << 10, 16 << 20, 1);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < world; ++rank) threads.emplace_back(run_rank, arena, rank, world, programs);
+    for (auto& thread : threads) thread.join();
+}

@@ -1,0 +1,357 @@
+// The Python border of the collectives: addresses, sizes and codes come in, names and facts go out. The GIL is released
+// wherever a call may wait.
+#include "bindings.hpp"
+
+#if defined(__linux__)
+
+#include <pybind11/stl.h>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine.hpp"
+
+namespace torchext::collectives {
+namespace {
+
+namespace py = pybind11;
+
+// One process group in a world: who is in it and how it is told apart.
+struct Group {
+    std::uint64_t uid;
+    std::shared_ptr<const Members> members;
+    int world_size;
+    int rank;
+    std::map<std::pair<int, int>, std::shared_ptr<const Members>> pairs;  // guarded by the GIL
+
+    const std::shared_ptr<const Members>& pair(int from, int to) {
+        auto& entry = pairs[{from, to}];
+        if (entry == nullptr) {
+            entry = std::make_shared<Members>(std::vector<int>{members->rank(from), members->rank(to)}, world_size, rank);
+        }
+        return entry;
+    }
+};
+
+std::function<bool()> signals() {
+    return [] {
+        py::gil_scoped_acquire gil;
+        return PyErr_CheckSignals() != 0;
+    };
+}
+
+void raise_if_interrupted() {
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+}
+
+class World;
+
+struct Handle {
+    OpPtr op;
+    std::shared_ptr<Engine> engine;
+
+    bool wait(double timeout_s) {
+        const Nanoseconds deadline = now() + static_cast<Nanoseconds>(timeout_s * 1e9);
+        bool done = false;
+        {
+            py::gil_scoped_release release;
+            done = engine->wait(op, deadline, signals());
+        }
+        raise_if_interrupted();
+        return done;
+    }
+};
+
+// The engine as Python holds it; calls into a forked child's copy are refused, for its peers would not know of it.
+class World {
+public:
+    World(std::shared_ptr<Arena> arena, int rank) : engine_(std::make_shared<Engine>(std::move(arena), rank)) {}
+    World(const World&) = delete;
+    World& operator=(const World&) = delete;
+    ~World() {
+        if (!engine_->forked()) close("the process group was dropped");
+    }
+
+    std::vector<int> meet(double timeout_s, const py::function& failed) {
+        std::vector<int> missing;
+        {
+            py::gil_scoped_release release;
+            missing = engine_->meet(static_cast<Nanoseconds>(timeout_s * 1e9), [&failed] {
+                py::gil_scoped_acquire gil;
+                return PyErr_CheckSignals() != 0 || failed().cast<bool>();
+            });
+        }
+        raise_if_interrupted();
+        return missing;
+    }
+
+    std::shared_ptr<Group> group(const std::vector<int>& ranks, std::uint64_t uid) const {
+        auto members = std::make_shared<Members>(ranks, engine_->world_size(), engine_->rank());
+        return std::make_shared<Group>(Group{uid, std::move(members), engine_->world_size(), engine_->rank(), {}});
+    }
+
+    Handle issue(const Request& request) {
+        release();
+        check();
+        py::gil_scoped_release nogil;
+        return {engine_->issue(request), engine_};
+    }
+
+    // Nothing if it succeeded, else the failed call.
+    std::optional<Handle> run(const Request& request) {
+        release();
+        check();
+        OpPtr op;
+        bool ok = false;
+        {
+            py::gil_scoped_release nogil;
+            op = engine_->run(request, signals());
+            ok = op->code == Code::none;
+        }
+        raise_if_interrupted();
+        if (ok) return std::nullopt;
+        return Handle{std::move(op), engine_};
+    }
+
+    void cancel(const Handle& handle, const std::string& text) {
+        py::gil_scoped_release nogil;
+        engine_->cancel(handle.op, Code::timeout, text);
+    }
+
+    void abort(std::uint64_t group, const std::string& text) {
+        if (engine_->forked()) return;
+        {
+            py::gil_scoped_release nogil;
+            engine_->abort(group, text);
+        }
+        release();
+    }
+
+    void close(const std::string& text) {
+        {
+            py::gil_scoped_release nogil;
+            engine_->close(text);
+        }
+        release();
+    }
+
+    std::vector<std::uint64_t> finished(double timeout_s) {
+        std::vector<std::uint64_t> ids;
+        {
+            py::gil_scoped_release nogil;
+            ids = engine_->finished(static_cast<Nanoseconds>(timeout_s * 1e9));
+        }
+        release();
+        return ids;
+    }
+
+    py::dict stats() {
+        const auto [s, depth] = engine_->stats();
+        py::dict d;
+        d["issued"] = s.issued;
+        d["completed"] = s.completed;
+        d["failed"] = s.failed;
+        d["staged"] = s.staged;
+        d["primitives"] = s.primitives;
+        d["spins"] = s.spins;
+        d["preemptions"] = s.preemptions;
+        d["context_switches"] = s.context_switches;
+        d["sleeps"] = s.sleeps;
+        d["wakes"] = s.wakes;
+        d["grants_deferred"] = s.grants_deferred;
+        d["queue_depth"] = depth;
+        d["max_queue_depth"] = s.max_queue_depth;
+        return d;
+    }
+
+    // From now on the id of the call is among the finished ones once it is done; true if it is done already.
+    bool watch(const Handle& handle) {
+        py::gil_scoped_release nogil;
+        return engine_->watch(handle.op);
+    }
+
+    bool closed() { return engine_->closed(); }
+    std::size_t eager_bytes() const { return engine_->eager_bytes(); }
+
+    // Drops what kept the buffers of finished calls alive; with the GIL.
+    void release() {
+        for (void* object : engine_->released()) Py_DECREF(static_cast<PyObject*>(object));
+    }
+
+private:
+    void check() const {
+        if (engine_->forked()) {
+            throw std::runtime_error(
+                "this process was forked from a member of the process group and is not a member itself");
+        }
+    }
+
+    std::shared_ptr<Engine> engine_;
+};
+
+std::vector<Span> spans(const py::sequence& pairs) {
+    std::vector<Span> result;
+    result.reserve(pairs.size());
+    for (const py::handle item : pairs) {
+        const auto pair = py::reinterpret_borrow<py::tuple>(item);
+        result.push_back({reinterpret_cast<std::byte*>(pair[0].cast<std::uintptr_t>()), pair[1].cast<std::size_t>()});
+    }
+    return result;
+}
+
+void set_dims(Request& request, const py::tuple& shape) {
+    auto& s = request.signature;
+    s.num_dims = static_cast<std::uint8_t>(std::min<std::size_t>(shape.size(), 255));
+    std::uint64_t h = shape.size() + 1;
+    for (std::size_t i = 0; i < shape.size(); ++i) {
+        const auto dim = shape[i].cast<std::int64_t>();
+        if (i < kDims) s.dims[i] = dim;
+        h = (h ^ static_cast<std::uint64_t>(dim)) * 0x9e3779b97f4a7c15ULL;
+        h ^= h >> 29;
+    }
+    request.dims_hash = h;
+}
+
+// `identity`: the shape that all ranks agree on, where it is not `shape`.
+Request make_request(Group& group, int kind, int reduce_op, int dtype, std::size_t item_bytes, int root, int peer,
+                     const py::tuple& shape, const std::optional<py::tuple>& identity, const std::string& tag,
+                     const py::sequence& in, const py::sequence& out, bool uneven, double timeout_s) {
+    Request request;
+    auto& s = request.signature;
+    s.kind = static_cast<OpKind>(kind);
+    s.reduce_op = static_cast<ReduceOp>(reduce_op);
+    s.dtype = static_cast<std::uint8_t>(dtype);
+    s.group = group.uid;
+    s.tag = tag;
+    if (identity.has_value()) {
+        set_dims(request, *identity);
+        const auto hash = request.dims_hash;
+        set_dims(request, shape);
+        request.dims_hash = hash ^ 1;
+    } else {
+        set_dims(request, shape);
+    }
+    s.root = root;
+    s.peer = peer;
+    if (s.kind == OpKind::send) {
+        // Between these two alone, of whom the sender is the first; the key still tells who they are.
+        request.members = group.pair(root, peer);
+        s.group ^= (static_cast<std::uint64_t>(root) + 1) * 0x9e3779b97f4a7c15ULL +
+                   (static_cast<std::uint64_t>(peer) + 1) * 0xc2b2ae3d27d4eb4fULL;
+        s.root = 0;
+        s.peer = 1;
+    } else {
+        request.members = group.members;
+    }
+    request.in = spans(in);
+    request.out = spans(out);
+    request.item_bytes = item_bytes;
+    request.uneven = uneven;
+    request.timeout = static_cast<Nanoseconds>(timeout_s * 1e9);
+    return request;
+}
+
+}  // namespace
+
+void bind(py::module_& m) {
+    py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
+        .def_static("create", &Arena::create, py::arg("world_size"), py::arg("ring_bytes"), py::arg("pool_bytes"),
+                    py::arg("nonce"))
+        .def_static("attach", &Arena::attach, py::arg("pid"), py::arg("descriptor"), py::arg("nonce"))
+        .def_property_readonly("descriptor", &Arena::descriptor)
+        .def("close_descriptor", &Arena::close_descriptor);
+
+    py::class_<Group, std::shared_ptr<Group>>(m, "Group");
+
+    py::class_<Handle>(m, "Call")
+        .def_property_readonly("id", [](const Handle& h) { return h.op->id; })
+        .def("done", [](const Handle& h) { return h.engine->done(h.op); })
+        .def("wait", &Handle::wait, py::arg("timeout_s"))
+        .def_property_readonly("text", [](const Handle& h) { return h.op->signature.describe(); })
+        .def_property_readonly("code", [](const Handle& h) { return static_cast<int>(h.op->code); })
+        .def_property_readonly("error", [](const Handle& h) { return h.op->error; })
+        .def_property_readonly("culprits", [](const Handle& h) { return h.op->culprits; })
+        .def_property_readonly("elapsed_s", [](const Handle& h) {
+            return static_cast<double>((h.op->done ? h.op->finished_at : now()) - h.op->issued) * 1e-9;
+        });
+
+    py::class_<World>(m, "World")
+        .def(py::init<std::shared_ptr<Arena>, int>(), py::arg("arena"), py::arg("rank"))
+        .def("meet", &World::meet, py::arg("timeout_s"), py::arg("failed"))
+        .def("group", &World::group, py::arg("ranks"), py::arg("uid"))
+        .def(
+            "issue",
+            [](World& w, Group& group, int kind, int reduce_op, int dtype, std::size_t item_bytes, int root, int peer,
+               const py::tuple& shape, const std::optional<py::tuple>& identity, const std::string& tag,
+               const py::sequence& in, const py::sequence& out, bool uneven, double timeout_s,
+               const py::object& keepalive) {
+                Request request = make_request(group, kind, reduce_op, dtype, item_bytes, root, peer, shape, identity,
+                                               tag, in, out, uneven, timeout_s);
+                request.keepalive = keepalive.ptr();
+                Py_INCREF(keepalive.ptr());
+                try {
+                    return w.issue(request);
+                } catch (...) {
+                    Py_DECREF(keepalive.ptr());
+                    throw;
+                }
+            },
+            py::arg("group"), py::arg("kind"), py::arg("reduce_op"), py::arg("dtype"), py::arg("item_bytes"),
+            py::arg("root"), py::arg("peer"), py::arg("shape"), py::arg("identity"), py::arg("tag"), py::arg("inputs"),
+            py::arg("outputs"), py::arg("uneven"), py::arg("timeout_s"), py::arg("keepalive"))
+        .def(
+            "run",
+            [](World& w, Group& group, int kind, int reduce_op, int dtype, std::size_t item_bytes, int root, int peer,
+               const py::tuple& shape, const std::optional<py::tuple>& identity, const std::string& tag,
+               const py::sequence& in, const py::sequence& out, bool uneven, double timeout_s) {
+                return w.run(make_request(group, kind, reduce_op, dtype, item_bytes, root, peer, shape, identity, tag,
+                                          in, out, uneven, timeout_s));
+            },
+            py::arg("group"), py::arg("kind"), py::arg("reduce_op"), py::arg("dtype"), py::arg("item_bytes"),
+            py::arg("root"), py::arg("peer"), py::arg("shape"), py::arg("identity"), py::arg("tag"), py::arg("inputs"),
+            py::arg("outputs"), py::arg("uneven"), py::arg("timeout_s"))
+        .def(
+            "run_all_reduce",  // the call that is made most often, with the least to unpack
+            [](World& w, Group& group, int reduce_op, int dtype, std::size_t item_bytes, const py::tuple& shape,
+               const std::string& tag, std::uintptr_t data, std::size_t bytes, double timeout_s) {
+                Request request;
+                auto& s = request.signature;
+                s.kind = OpKind::all_reduce;
+                s.reduce_op = static_cast<ReduceOp>(reduce_op);
+                s.dtype = static_cast<std::uint8_t>(dtype);
+                s.group = group.uid;
+                s.tag = tag;
+                set_dims(request, shape);
+                request.members = group.members;
+                request.in = request.out = {{reinterpret_cast<std::byte*>(data), bytes}};
+                request.item_bytes = item_bytes;
+                request.timeout = static_cast<Nanoseconds>(timeout_s * 1e9);
+                return w.run(request);
+            },
+            py::arg("group"), py::arg("reduce_op"), py::arg("dtype"), py::arg("item_bytes"), py::arg("shape"),
+            py::arg("tag"), py::arg("data"), py::arg("bytes"), py::arg("timeout_s"))
+        .def("cancel", &World::cancel, py::arg("call"), py::arg("text"))
+        .def("abort", &World::abort, py::arg("group_uid"), py::arg("text"))
+        .def("close", &World::close, py::arg("text"))
+        .def("finished", &World::finished, py::arg("timeout_s"))
+        .def("watch", &World::watch, py::arg("call"))
+        .def("stats", &World::stats)
+        .def("closed", &World::closed)
+        .def("release", &World::release)
+        .def_property_readonly("eager_bytes", &World::eager_bytes);
+}
+
+}  // namespace torchext::collectives
+
+#else
+
+namespace torchext::collectives {
+void bind(pybind11::module_&) {}  // shared memory, futexes and pidfds of Linux
+}  // namespace torchext::collectives
+
+#endif

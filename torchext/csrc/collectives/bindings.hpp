@@ -1,0 +1,10 @@
+// What the collectives add to the extension module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace torchext::collectives {
+
+void bind(pybind11::module_& m);
+
+}  // namespace torchext::collectives

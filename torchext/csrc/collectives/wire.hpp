@@ -1,0 +1,84 @@
+// The records that travel through the rings.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#include "ring.hpp"
+#include "signature.hpp"
+
+namespace torchext::collectives {
+
+enum class RecordKind : std::uint8_t { pad = 0, join, data, grant, fail };
+
+// "I have issued this collective", with what the receiver needs of my input where it is small. Then follow the tag
+// and, from the next multiple of 16 on, the payload.
+struct JoinRecord {
+    RecordHeader header;
+    OpKind op;
+    ReduceOp reduce_op;
+    std::uint8_t dtype;
+    std::uint8_t num_dims;
+    std::uint8_t staged;       // some part of it is too large for the rings
+    std::uint8_t has_payload;  // otherwise it comes in a DataRecord once the receiver has joined
+    std::uint16_t tag_bytes;
+    std::int32_t root;
+    std::int32_t peer;
+    std::uint64_t group;
+    std::uint64_t key;
+    std::uint64_t id;          // how to address the sender's call from now on
+    std::uint64_t send_bytes;  // that the receiver gets from the sender
+    std::uint64_t recv_bytes;  // that the sender wants of the receiver
+    std::int64_t dims[kDims];
+};
+static_assert(sizeof(JoinRecord) % 16 == 0);
+
+struct DataRecord {  // then follows the payload
+    RecordHeader header;
+    std::uint64_t id;  // the receiver's call
+    std::uint64_t bytes;
+    std::uint64_t unused;
+};
+static_assert(sizeof(DataRecord) % 16 == 0);
+
+// The staging memory for a collective that every member has joined; its first member gives it.
+struct GrantRecord {
+    RecordHeader header;
+    std::uint64_t id;      // the receiver's call
+    std::uint64_t offset;  // in the sender's pool
+    std::uint32_t member;  // the receiver's place among the members: enough to decline if the call is gone
+    std::uint32_t num_members;
+};
+static_assert(sizeof(GrantRecord) % 16 == 0);
+
+struct FailRecord {  // then follows text
+    RecordHeader header;
+    std::uint64_t id;  // the sender's call
+    std::uint32_t code;
+    std::uint32_t text_bytes;
+    std::int32_t culprit;  // world rank
+    std::uint32_t unused;
+};
+static_assert(sizeof(FailRecord) % 16 == 0);
+
+inline const std::byte* payload_of(const JoinRecord& record) {
+    return reinterpret_cast<const std::byte*>(&record) + sizeof(JoinRecord) + round_up(record.tag_bytes, 16);
+}
+
+inline Signature signature_of(const JoinRecord& record) {
+    Signature s;
+    s.kind = record.op;
+    s.reduce_op = record.reduce_op;
+    s.dtype = record.dtype;
+    s.num_dims = record.num_dims;
+    s.root = record.root;
+    s.peer = record.peer;
+    s.group = record.group;
+    std::memcpy(s.dims.data(), record.dims, sizeof(record.dims));
+    s.tag.assign(reinterpret_cast<const char*>(&record) + sizeof(JoinRecord), record.tag_bytes);
+    return s;
+}
+
+}  // namespace torchext::collectives
