@@ -1,0 +1,29 @@
+"""Process groups whose collectives cannot deadlock, whatever order each rank issues them in.
+
+Importing `torchext` registers the backend "dfccl"; see `ProcessGroup`.
+
+Source: "Comprehensive Deadlock Prevention for GPU Collective Communication" (DFCCL, EuroSys 2025) and its predecessor
+OCCL (arXiv 2303.06324).
+"""
+
+from __future__ import annotations
+
+from torchext.collectives.errors import (
+    CollectiveAbortedError,
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+)
+from torchext.collectives.process_group import ProcessGroup
+from torchext.collectives.tags import tag
+
+__all__ = [
+    "CollectiveAbortedError",
+    "CollectiveError",
+    "CollectiveMismatchError",
+    "CollectiveTimeoutError",
+    "PeerLostError",
+    "ProcessGroup",
+    "tag",
+]

@@ -1,0 +1,617 @@
+"""The process group that users get for the backend name "dfccl"."""
+
+# torch calls each method in one of several forms, which its stub gives as overloads; one signature here takes them all.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from torchext.collectives.errors import CollectiveAbortedError, CollectiveError
+from torchext.collectives.tags import current_tag
+from torchext.collectives.work import CallWork, DoneWork, JoinedWork, call_error, call_site
+from torchext.collectives.world import World, meet
+
+if TYPE_CHECKING:
+    from torchext._native import collectives as native
+
+Tensor = torch.Tensor
+
+# The numbers of csrc/collectives/signature.hpp.
+_ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL, _SEND, _BARRIER = range(
+    10
+)
+_NO_REDUCE = 255
+_DTYPES: dict[torch.dtype, int] = {
+    dtype: code
+    for code, dtype in enumerate(
+        [
+            torch.float64,
+            torch.float32,
+            torch.float16,
+            torch.bfloat16,
+            torch.int64,
+            torch.int32,
+            torch.int16,
+            torch.int8,
+            torch.uint8,
+            torch.bool,
+            # Those from here on can be moved, not reduced. Complex ones are seen as real ones.
+            *(
+                getattr(torch, name)
+                for name in (
+                    "uint16",
+                    "uint32",
+                    "uint64",
+                    "float8_e4m3fn",
+                    "float8_e5m2",
+                    "float8_e4m3fnuz",
+                    "float8_e5m2fnuz",
+                    "float8_e8m0fnu",
+                )
+                if hasattr(torch, name)
+            ),
+        ]
+    )
+}
+# The engine numbers the operations as torch does, and their hash is that number. Unlike ReduceOp.op it makes no object,
+# which is worth half a microsecond in each call.
+_NUM_REDUCE_OPS = 8
+_COMPLEX_REDUCE_OPS = frozenset({0, 1})
+_DONE = DoneWork()
+
+# Where a call is to be continued: writes into buffers that are not contiguous.
+_CopyBack = list[tuple[Tensor, Tensor]]
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """Collectives on CPU tensors of one host that never deadlock for the order in which ranks issue them.
+
+    Users do not construct it: `import torchext`, then ``dist.init_process_group("dfccl")`` or ``"cpu:dfccl"``, or
+    ``dist.new_group(..., backend="dfccl")`` in a program whose default group is another backend. It serves as any other
+    group does in `torch.distributed`.
+
+    Every collective must be issued by every member. In which order among others, on this and other groups, and by which
+    threads is free as long as nobody waits in between: asynchronous calls can be issued in any order on each rank. (A
+    blocking call still waits where it stands. If each rank waits in a call that others would issue only after theirs,
+    it is the program that is deadlocked, and they get an error at the timeout.) Calls belong together if they agree in
+    group, operation, dtype, shape, root and `tag`; see there.
+
+    If a member dies, the others get `PeerLostError` within a second from each collective that needs it, and so does
+    everyone who waits for a member that has destroyed its group. At the timeout of the group a `CollectiveTimeoutError`
+    tells who is missing and what they have called instead. After an error `dist.destroy_process_group()` and a new
+    `init_process_group` work; no shared memory stays, whatever dies.
+
+    ``bool`` is a logical value: sum and max mean "or", product and min "and". Half-precision values are added up in
+    float32 and rounded once, with equal bits on each rank; no run depends on timing. Averages of integers are refused.
+
+    Thread-safe. A forked child cannot use it.
+
+    Source: DFCCL (EuroSys 2025) and OCCL (arXiv 2303.06324): collectives are preempted when a primitive cannot go on,
+    their context is saved, and adaptive patience ("stickiness") makes ranks converge on one collective without a
+    coordinator. We differ: there is no registration of collectives, as calls are matched by what they are; the engine
+    runs on CPU cores, in the waiting thread where there is one; staging memory is assigned once all members have
+    joined, all at once, so that it cannot run out into a deadlock.
+    """
+
+    def __init__(self, world: World, rank: int, ranks: Sequence[int], timeout: timedelta, owns_world: bool) -> None:
+        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # without a store, which its stub asks for
+        self._world = world
+        self._engine = world.engine
+        self._rank = rank
+        self._ranks = tuple(ranks)
+        self._timeout_s = timeout.total_seconds()
+        self._owns_world = owns_world
+        self._name = ""
+        self._desc = ""
+        self._native: native.Group | None = None
+        self._uid = 0
+        self._closed = ""
+        self._coalesced: list[CallWork] | None = None
+
+    # --- What torch.distributed asks of a group ----------------------------------------------------------------------
+
+    def name(self) -> str:
+        return "dfccl"
+
+    def getBackendName(self) -> str:
+        return "dfccl"
+
+    def _get_backend_name(self) -> str:
+        return "dfccl"
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    @property
+    def group_desc(self) -> str:
+        return self._desc
+
+    def getGroupDesc(self) -> str:
+        return self._desc
+
+    def _set_group_desc(self, desc: str) -> None:
+        self._desc = desc
+        self._group()
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # calls are matched by what they are, not by number
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    def shutdown(self) -> None:
+        """Fails what is in flight and leaves; `dist.destroy_process_group` calls it. Never waits for peers."""
+        self._close("the process group was destroyed")
+
+    def abort(self) -> None:
+        """Fails what is in flight, here and on the other members, and leaves. From any thread. Idempotent."""
+        self._close("the process group was aborted")
+
+    def stats(self) -> dict[str, int]:
+        """Counts of this rank's engine, which its groups share, since it was made.
+
+        Returns:
+            ``issued``, ``completed``, ``failed`` calls; ``staged``: of the completed, those through staging memory;
+            ``primitives``: chunks sent, received or reduced; ``preemptions``: times that a call was left with its
+            context saved because a peer was busy elsewhere; ``context_switches``: turns to another call; ``spins``
+            and ``sleeps``: polls in vain, and waits after them; ``wakes``: of sleeping peers; ``grants_deferred``:
+            waits for staging memory; ``queue_depth`` and ``max_queue_depth``: calls in flight now and at most.
+        """
+        return self._engine.stats()
+
+    def _close(self, reason: str) -> None:
+        if not self._closed:
+            self._closed = reason
+            if self._uid:
+                self._engine.abort(self._uid, reason)
+        if self._owns_world:
+            self._world.close(reason)
+
+    # --- Collectives -------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        (tensor,) = _tensors(tensors)
+        if isinstance(opts, dist.AllreduceOptions):
+            code = self._reduce_op(opts.reduceOp)
+            if not opts.asyncOp and self._coalesced is None and tensor.is_contiguous() and tensor.dtype in _DTYPES:
+                given = opts.timeout
+                timeout_s = self._timeout_s if given.days < 0 else given.total_seconds()
+                self._require_cpu(tensor)
+                failed = self._engine.run_all_reduce(
+                    self._group(),
+                    code,
+                    _DTYPES[tensor.dtype],
+                    size := tensor.element_size(),
+                    tensor.shape,
+                    current_tag.get(),
+                    tensor.data_ptr(),
+                    tensor.numel() * size,
+                    timeout_s,
+                )
+                if failed is not None:
+                    raise call_error(failed, self._world, self._where(), timeout_s, call_site())
+                return _DONE
+        else:
+            code = self._reduce_op(opts)
+        return self._call(_ALL_REDUCE, opts, tensor, [tensor], [tensor], reduce_op=code, timeout=timeout)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        code = self._reduce_op(getattr(opts, "reduceOp", None))
+        return self._join(
+            [self._issue(_ALL_REDUCE, opts, t, [t], [t], reduce_op=code) for t in tensors], list(tensors), opts
+        )
+
+    def reduce(
+        self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, root: int | None = None
+    ) -> dist.Work:
+        (tensor,) = _tensors(tensors)
+        root, reduce_op = _root(opts, root), getattr(opts, "reduceOp", op)
+        outputs = [tensor] if root == self._rank else []
+        code = self._reduce_op(reduce_op)
+        return self._call(_REDUCE, opts, tensor, [tensor], outputs, root=root, reduce_op=code, timeout=timeout)
+
+    def broadcast(
+        self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int | None = None
+    ) -> dist.Work:
+        (tensor,) = _tensors(tensors)
+        root = _root(opts, root)
+        inputs, outputs = ([tensor], []) if root == self._rank else ([], [tensor])
+        return self._call(_BROADCAST, opts, tensor, inputs, outputs, root=root, timeout=timeout, result=[tensor])
+
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        (tensor,) = _tensors(input_tensors)
+        outputs = _lists(output_tensors)
+        if len(outputs) != self.size():
+            raise ValueError(f"expected {self.size()} output tensors, one for each member, got {len(outputs)}")
+        if all(t.numel() == tensor.numel() for t in outputs):
+            return self._call(_ALL_GATHER, opts, tensor, [tensor], outputs, timeout=timeout)
+        identity = tuple(d for t in outputs for d in (len(t.shape), *t.shape))
+        return self._call(_ALL_GATHER, opts, tensor, [tensor], outputs, identity=identity, uneven=True, timeout=timeout)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        self._require_ratio(output, input, "output")
+        return self._call(_ALL_GATHER, opts, input, [input], [output])
+
+    _allgather_base = all_gather_single
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        works = []
+        for i, tensor in enumerate(input_list):
+            outputs = _lists(output_lists[i])
+            works.append(self._issue(_ALL_GATHER, opts, tensor, [tensor], outputs))
+        return self._join(works, [t for outputs in output_lists for t in outputs], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        works = []
+        for out, tensor in zip(outputs, inputs, strict=True):
+            self._require_ratio(out, tensor, "output")
+            works.append(self._issue(_ALL_GATHER, opts, tensor, [tensor], [out]))
+        return self._join(works, list(outputs), opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        root: int | None = None,
+    ) -> dist.Work:
+        (tensor,) = _tensors(input_tensors)
+        root = _root(opts, root)
+        outputs = _lists(output_tensors) if root == self._rank else []
+        return self._call(_GATHER, opts, tensor, [tensor], outputs, root=root, timeout=timeout)
+
+    def scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = None,
+        timeout: timedelta | None = None,
+        root: int | None = None,
+    ) -> dist.Work:
+        (tensor,) = _tensors(output_tensors)
+        root = _root(opts, root)
+        inputs = _lists(input_tensors) if root == self._rank else []
+        return self._call(_SCATTER, opts, tensor, inputs, [tensor], root=root, timeout=timeout)
+
+    def reduce_scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
+    ) -> dist.Work:
+        (tensor,) = _tensors(output_tensors)
+        code = self._reduce_op(getattr(opts, "reduceOp", opts))
+        return self._call(
+            _REDUCE_SCATTER, opts, tensor, _lists(input_tensors), [tensor], reduce_op=code, timeout=timeout
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        self._require_ratio(input, output, "input")
+        code = self._reduce_op(getattr(opts, "reduceOp", None))
+        return self._call(_REDUCE_SCATTER, opts, output, [input], [output], reduce_op=code)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        code = self._reduce_op(getattr(opts, "reduceOp", None))
+        works = []
+        for out, tensor in zip(outputs, inputs, strict=True):
+            self._require_ratio(tensor, out, "input")
+            works.append(self._issue(_REDUCE_SCATTER, opts, out, [tensor], [out], reduce_op=code))
+        return self._join(works, list(outputs), opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(
+        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None, timeout: Any = None
+    ) -> dist.Work:
+        inputs, outputs = list(input_tensors), list(output_tensors)
+        if not len(inputs) == len(outputs) == self.size():
+            raise ValueError(
+                f"expected {self.size()} input and output tensors, one for each member, "
+                f"got {len(inputs)} and {len(outputs)}"
+            )
+        # Each pair of members may have its own sizes, and no member knows all: no shape can tell these calls apart.
+        return self._call(_ALL_TO_ALL, opts, inputs[self._rank], inputs, outputs, identity=(), timeout=timeout)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> dist.Work:
+        if not len(output_split_sizes) and not len(input_split_sizes):
+            return self._call(_ALL_TO_ALL, opts, input, [input], [output], timeout=timeout)
+        identity = tuple(input.shape[1:])  # rows may be of any number
+        return self._call(
+            _ALL_TO_ALL,
+            opts,
+            input,
+            [input],
+            [output],
+            identity=identity,
+            splits=(list(input_split_sizes), list(output_split_sizes)),
+            timeout=timeout,
+        )
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
+        if isinstance(opts, timedelta):
+            opts, timeout = None, opts
+        return self._call(_BARRIER, opts, None, [], [], timeout=timeout)
+
+    def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> dist.Work:
+        (tensor,) = _tensors(tensors)
+        return self._issue(_SEND, None, tensor, [tensor], [], root=self._rank, peer=dst_rank, message_tag=tag)
+
+    def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> dist.Work:
+        (tensor,) = _tensors(tensors)
+        return self._issue(_SEND, None, tensor, [], [tensor], root=src_rank, peer=self._rank, message_tag=tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        raise NotImplementedError('"dfccl" groups cannot receive from an unnamed source yet; give recv its src')
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return JoinedWork(works, [])
+
+    # --- From tensors to the engine ----------------------------------------------------------------------------------
+
+    def _call(self, kind: int, opts: Any, like: Tensor | None, *args: Any, **kwargs: Any) -> dist.Work:
+        """Issues, and waits if the caller would do nothing else."""
+        if opts is None or getattr(opts, "asyncOp", True) or self._coalesced is not None:
+            return self._issue(kind, opts, like, *args, **kwargs)
+        self._run(kind, opts, like, *args, **kwargs)
+        return _DONE
+
+    def _issue(self, kind: int, opts: Any, like: Tensor | None, *args: Any, **kwargs: Any) -> CallWork:
+        result = kwargs.pop("result", None)
+        request, copies, outputs, keep = self._request(kind, opts, like, *args, **kwargs)
+        call = self._engine.issue(*(*request, keep))
+        copy_back = (lambda: _copy_back(copies)) if copies else None
+        source = kwargs["root"] if kind == _SEND else -1
+        work = CallWork(self._world, call, result or outputs, self._where(), request[-1], copy_back, source)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _run(self, kind: int, opts: Any, like: Tensor | None, *args: Any, **kwargs: Any) -> None:
+        kwargs.pop("result", None)
+        request, copies, _, _keep = self._request(kind, opts, like, *args, **kwargs)
+        failed = self._engine.run(*request)
+        if failed is not None:
+            raise call_error(failed, self._world, self._where(), request[-1], call_site())
+        _copy_back(copies)
+
+    def _request(
+        self,
+        kind: int,
+        opts: Any,
+        like: Tensor | None,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        *,
+        reduce_op: int = _NO_REDUCE,
+        root: int = -1,
+        peer: int = -1,
+        identity: tuple[int, ...] | None = None,
+        splits: tuple[list[int], list[int]] | None = None,
+        uneven: bool = False,
+        timeout: timedelta | None = None,
+        message_tag: int | None = None,
+    ) -> tuple[Any, _CopyBack, list[Tensor], tuple[Tensor, ...]]:
+        """Turns tensors into what the engine takes; returns also what to copy back, the outputs and what to keep."""
+        if like is not None and like.is_complex():
+            if reduce_op != _NO_REDUCE and reduce_op not in _COMPLEX_REDUCE_OPS:
+                raise ValueError("complex tensors can be summed and averaged only")
+            row = 2 * (like.shape[1:].numel() if like.dim() else 1)
+            like = torch.view_as_real(like)
+        else:
+            row = like.shape[1:].numel() if like is not None and like.dim() else 1
+        if peer == self._rank == root:
+            raise ValueError("a rank cannot send to itself, or receive from itself")
+        dtype, item_bytes = 0, 1
+        shape: tuple[int, ...] = ()
+        if like is not None:
+            dtype, item_bytes, shape = _code(like), like.element_size(), tuple(like.shape)
+            for tensor in (*inputs, *outputs):
+                self._require_cpu(tensor)
+                real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
+                if real != like.dtype:
+                    raise TypeError(f"all tensors of one call must have one dtype, got {like.dtype} and {tensor.dtype}")
+        copies: _CopyBack = []
+        keep: list[Tensor] = []
+        in_spans = [_span(_contiguous(t), keep) for t in inputs]
+        out_spans = []
+        for tensor in outputs:
+            buffer = _contiguous(tensor)
+            if buffer is not tensor and not (tensor.is_complex() and buffer.data_ptr() == tensor.data_ptr()):
+                if any(tensor is t for t in inputs):  # in place: both through one buffer
+                    buffer = keep[[t is tensor for t in inputs].index(True)]
+                copies.append((tensor, buffer))
+            out_spans.append(_span(buffer, keep))
+        if splits is not None:
+            in_spans = _split(in_spans[0], splits[0], row * item_bytes, self.size(), "input")
+            out_spans = _split(out_spans[0], splits[1], row * item_bytes, self.size(), "output")
+        timeout_s = self._timeout_s
+        given = timeout if timeout is not None else getattr(opts, "timeout", None)
+        if given is not None and given > timedelta(0):
+            timeout_s = given.total_seconds()
+        tag = current_tag.get()
+        if message_tag:
+            tag = f"{tag}#{message_tag}"
+        request: Any = (
+            self._group(),
+            kind,
+            reduce_op,
+            dtype,
+            item_bytes,
+            root,
+            peer,
+            shape,
+            identity,
+            tag,
+            in_spans,
+            out_spans,
+            uneven,
+            timeout_s,
+        )
+        return request, copies, outputs, tuple(keep)
+
+    def _join(self, works: list[CallWork], outputs: list[Tensor], opts: Any) -> dist.Work:
+        joined = JoinedWork(works, outputs)
+        if not getattr(opts, "asyncOp", True) and self._coalesced is None:
+            joined.wait()
+        return joined
+
+    def _group(self) -> native.Group:
+        if self._closed:
+            raise CollectiveAbortedError(f"{self._closed}; make a new one to go on")
+        if self._native is None:
+            self._native, self._uid = self._world.group(self._ranks, self._desc)
+        return self._native
+
+    def _where(self) -> str:
+        desc = f" ({self._desc})" if self._desc not in ("", "undefined") else ""
+        return f"group {self._name!r}{desc} of ranks {list(self._ranks)} at rank {self._ranks[self._rank]}"
+
+    def _reduce_op(self, op: Any) -> int:
+        code = 0 if op is None else hash(op)
+        if not 0 <= code < _NUM_REDUCE_OPS:
+            raise ValueError(f'"dfccl" groups do not reduce by {getattr(op, "op", op)}')
+        return code
+
+    def _require_cpu(self, tensor: Tensor) -> None:
+        if not tensor.is_cpu:
+            raise CollectiveError(
+                f'"dfccl" groups move CPU tensors, got one on {tensor.device}; use another backend for that device, '
+                "or move the tensor"
+            )
+
+    def _require_ratio(self, large: Tensor, small: Tensor, what: str) -> None:
+        if large.numel() != self.size() * small.numel():
+            raise ValueError(
+                f"the {what} must be {self.size()} times (the group's size) as large as the other tensor, "
+                f"got {large.numel()} and {small.numel()} elements"
+            )
+
+
+def create(options: Any, backend_options: Any = None) -> ProcessGroup:
+    """Makes the group for `torch.distributed`; all its members must call it.
+
+    Args:
+        options: What torch says of the group.
+        backend_options: None; there are none yet.
+
+    Raises:
+        CollectiveError: As `torchext.collectives.world.meet`.
+    """
+    if backend_options is not None:
+        raise ValueError(f'"dfccl" takes no pg_options, got {backend_options!r}')
+    rank: int = options.group_rank
+    ranks: list[int] = list(options.global_ranks_in_group) or list(range(options.group_size))
+    timeout: timedelta = options.timeout
+    if dist.is_initialized():
+        default = dist.distributed_c10d._get_default_group()
+        if isinstance(default, ProcessGroup):
+            return ProcessGroup(default._world, rank, ranks, timeout, owns_world=False)
+    world = meet(options.store, rank, ranks, timeout)
+    return ProcessGroup(world, rank, ranks, timeout, owns_world=True)
+
+
+def _tensors(tensors: Any) -> Sequence[Tensor]:
+    return (tensors,) if isinstance(tensors, Tensor) else tensors
+
+
+def _lists(tensors: Any) -> list[Tensor]:
+    """One tensor for each member, out of torch's list of one list for each tensor."""
+    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
+        return list(tensors[0])
+    return list(tensors)
+
+
+def _root(opts: Any, root: int | None) -> int:
+    if isinstance(opts, int):
+        return opts
+    if root is not None:
+        return root
+    return int(getattr(opts, "rootRank", 0))
+
+
+def _code(tensor: Tensor) -> int:
+    code = _DTYPES.get(tensor.dtype)
+    if code is None:
+        raise TypeError(f'"dfccl" groups do not move {tensor.dtype}')
+    return code
+
+
+def _contiguous(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
+
+
+def _span(tensor: Tensor, keep: list[Tensor]) -> tuple[int, int]:
+    keep.append(tensor)
+    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
+
+
+def _split(
+    span: tuple[int, int], sizes: list[int], row_bytes: int, world_size: int, what: str
+) -> list[tuple[int, int]]:
+    data, total = span
+    if not sizes:
+        if total % (world_size * max(row_bytes, 1)):
+            raise ValueError(f"the {what} does not divide into {world_size} equal parts; give its split sizes")
+        return [(data + i * (total // world_size), total // world_size) for i in range(world_size)]
+    if len(sizes) != world_size or sum(sizes) * row_bytes != total:
+        raise ValueError(
+            f"the {what} split sizes must be {world_size} numbers that add up to its first dimension, got {sizes} for "
+            f"{total // max(row_bytes, 1)} rows"
+        )
+    spans = []
+    for size in sizes:
+        spans.append((data, size * row_bytes))
+        data += size * row_bytes
+    return spans
+
+
+def _copy_back(copies: _CopyBack) -> None:
+    for tensor, buffer in copies:
+        target: Callable[[Tensor], Tensor] = tensor.detach().copy_
+        target(torch.view_as_complex(buffer) if tensor.is_complex() else buffer)

@@ -1,0 +1,241 @@
+"""Handles of collectives in flight, and the errors of those that failed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from types import CodeType, FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from torchext.collectives.errors import (
+    CollectiveAbortedError,
+    CollectiveError,
+    CollectiveMismatchError,
+    CollectiveTimeoutError,
+    PeerLostError,
+)
+
+if TYPE_CHECKING:
+    from torchext._native import collectives as native
+    from torchext.collectives.world import World
+
+# By the codes of csrc/collectives/op.hpp; the last: another member gave up.
+_ERRORS: dict[int, type[CollectiveError]] = {
+    1: CollectiveTimeoutError,
+    2: PeerLostError,
+    3: PeerLostError,
+    4: CollectiveMismatchError,
+    5: CollectiveAbortedError,
+    6: CollectiveAbortedError,
+}
+
+CallSite = tuple[CodeType, int]
+
+
+def call_site(depth: int = 1) -> CallSite | None:
+    """Finds the line of the user's program that is calling: the innermost one outside torch and this package."""
+    frame: FrameType | None = sys._getframe(depth)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if not module.startswith(("torch.", "torchext.collectives.")):
+            return frame.f_code, frame.f_lineno
+        frame = frame.f_back
+    return None  # called from C++, as by autograd's threads
+
+
+def call_error(call: native.Call, world: World, where: str, timeout_s: float, site: CallSite | None) -> CollectiveError:
+    """Tells what failed, where, after what time and why.
+
+    Args:
+        call: The failed call.
+        world: Its world.
+        where: Names the group and this rank in it.
+        timeout_s: What the call was given.
+        site: Where it was issued, if that is known.
+    """
+    kind = _ERRORS.get(call.code, CollectiveError)
+    ranks = [world.ranks[p] for p in call.culprits]
+    issued = f", issued at {site[0].co_filename}:{site[1]}" if site is not None else ""
+    message = (
+        f"{call.text} on {where} failed after {call.elapsed_s:.1f} s (timeout {timeout_s:g} s){issued}: {call.error}"
+    )
+    if kind is CollectiveTimeoutError:
+        message += (
+            "; check that every member makes this call, with equal shape and dtype, or give the call more time "
+            "(timeout=... of the group)"
+        )
+    return kind(message, ranks)
+
+
+class CallWork(dist.Work):
+    """One collective in flight. Thread-safe."""
+
+    def __init__(
+        self,
+        world: World,
+        call: native.Call,
+        outputs: Sequence[torch.Tensor],
+        where: str,
+        timeout_s: float,
+        copy_back: Callable[[], None] | None,
+        source: int = -1,
+    ) -> None:
+        super().__init__()
+        self._world = world
+        self._call = call
+        self._outputs = list(outputs)
+        self._where = where
+        self._timeout_s = timeout_s
+        self._source = source
+        self._site = call_site(3)
+        self._lock = threading.Lock()
+        self._copy_back = copy_back  # guarded by _lock
+        self._future: torch.futures.Future[Any] | None = None  # guarded by _lock
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Blocks until the collective is done.
+
+        Args:
+            timeout: After this time the collective fails as well. Zero: only after the timeout it was issued with.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveError: It failed; the subclass says in what way.
+        """
+        seconds = timeout.total_seconds()
+        if seconds > 0:
+            if not self._call.wait(seconds):
+                self._world.engine.cancel(self._call, f"wait(timeout={seconds:g} s) was called for it and is over")
+        else:
+            while not self._call.wait(3600.0):
+                pass
+        self._finish()
+        error = self.exception()
+        if error is None:
+            return True
+        try:
+            raise error
+        finally:
+            del error  # or its traceback and this frame would keep each other, and the world, alive
+
+    def is_completed(self) -> bool:
+        if not self._call.done():
+            return False
+        self._finish()
+        return True
+
+    def is_success(self) -> bool:
+        return self._call.done() and self._call.code == 0
+
+    def exception(self) -> CollectiveError | None:
+        """The error, once it has failed; else None."""
+        if not self._call.done() or self._call.code == 0:
+            return None
+        return call_error(self._call, self._world, self._where, self._timeout_s, self._site)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """The future of the list of output tensors; it completes once they are there, whether or not anyone waits."""
+        with self._lock:
+            first = self._future is None
+            if self._future is None:
+                self._future = torch.futures.Future()
+            future = self._future
+        if first:
+            self._world.watch(self._call, self)
+        return future
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+    def on_finished(self) -> None:
+        """For the world: completes the future."""
+        assert self._future is not None
+        error: Exception | None
+        try:
+            self._finish()
+            error = self.exception()
+        except Exception as failure:  # of writing to the caller's tensor: told to who waits, and the thread goes on
+            error = failure
+        if error is not None:
+            self._future.set_exception(error)
+        else:
+            self._future.set_result(self._outputs)
+
+    def _finish(self) -> None:
+        with self._lock:
+            copy_back, self._copy_back = self._copy_back, None
+            if copy_back is not None and self._call.code == 0:
+                copy_back()
+
+
+class DoneWork(dist.Work):
+    """What a blocking call returns: it is done already."""
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+
+class JoinedWork(dist.Work):
+    """Several collectives that are waited for as one."""
+
+    def __init__(self, works: Sequence[CallWork], outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._works = list(works)
+        self._outputs = list(outputs)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> CollectiveError | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        if not self._works:
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            future.set_result(self._outputs)
+            return future
+        outputs = self._outputs
+
+        def collect(futures: torch.futures.Future[list[torch.futures.Future[Any]]]) -> list[torch.Tensor]:
+            futures.value()  # raises the first error
+            return outputs
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(collect)
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
