@@ -82,7 +82,10 @@ def write_report(records: Sequence[Record], grids: Grids, skipped: Sequence[str]
         "seeds": sorted({record["seed"] for record in records}),
         "lr_grids": {backbone: list(grids[backbone]) for backbone in dict.fromkeys(row.backbone for row in rows)},
     }
-    criteria = {f"{record['loss']} on {record['dataset']}": record["config"]["criterion"] for record in records}
+    datasets_of: dict[tuple[str, str], dict[str, None]] = {}
+    for record in records:
+        datasets_of.setdefault((record["loss"], record["config"]["criterion"]), {})[record["dataset"]] = None
+    criteria = [f"{loss} ({', '.join(datasets)}): `{criterion}`" for (loss, criterion), datasets in datasets_of.items()]
 
     seeds = ", ".join(map(str, about["seeds"]))
     lrs = " and ".join(
@@ -102,7 +105,8 @@ def write_report(records: Sequence[Record], grids: Grids, skipped: Sequence[str]
         f"{LABELS.get(losses[0], losses[0])}.",
         "",
         format_relative({heading: rows for heading, rows in columns.items() if "authors" not in heading}),
-        "Losses: " + "; ".join(f"{name}: `{criterion}`" for name, criterion in sorted(criteria.items())) + ".",
+        "Losses:",
+        *(f"- {criterion}" for criterion in criteria),
         "",
         *(f"Left out: {sentence}" for sentence in skipped),
         *([""] if skipped else []),
