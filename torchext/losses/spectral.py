@@ -77,9 +77,9 @@ class Fourier:
     def adjoint_(self, spectrum: Tensor, lengths: torch.Size) -> tuple[Tensor, float]:
         # irfft counts every bin but DC and Nyquist twice, for the half of the spectrum that it does not see;
         # the adjoint counts each bin once.
-        spectrum[..., 0] *= 2
+        spectrum[..., 0].mul_(2)  # not `*= 2`, which writes the view back once more
         if lengths[-1] % 2 == 0:
-            spectrum[..., -1] *= 2
+            spectrum[..., -1].mul_(2)
         if self.num_axes == 2:
             spectrum = torch.fft.ifft(spectrum, dim=-2, norm="forward")
         signal = torch.fft.irfft(spectrum, n=lengths[-1], norm="forward")
@@ -308,7 +308,7 @@ def _value_and_gradient(
             torch.sub(of_input, of_target, out=difference)
             values.append(_chunk_(difference, lengths, terms.rows(start, start + rows), need_gradient))
             if gradient is not None and not gradient.is_contiguous():
-                gradient[start : start + rows] = difference
+                gradient[start : start + rows].copy_(difference)
     return values[0] if len(values) == 1 else torch.stack(values).sum(), gradient
 
 
