@@ -120,3 +120,10 @@ def _modules_of_extras() -> set[str]:
     }
     # The self-reference torchext[lightning] within an extra.
     return modules - {"torchext"} | {"pyverbs", "gymnasium", "ale_py"}
+
+
+def test_a_folder_of_the_same_name_does_not_hide_the_installed_package(tmp_path: Path) -> None:
+    # As where a program is started in the folder that holds the clone.
+    (tmp_path / "torchext").mkdir()
+    program = "import torchext, torchext.callbacks, torchext.losses; print(torchext.__version__)"
+    assert _python(program, cwd=tmp_path) == torchext.__version__
