@@ -9,6 +9,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+import torchext
 from torchext.collectives import world
 
 PROGRAM = """
@@ -32,3 +33,8 @@ def test_without_the_native_core_the_error_says_how_to_get_it(monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "torchext._native", None)
     with pytest.raises(ImportError, match=r"C\+\+20 compiler"):
         world.meet(dist.HashStore(), 0, [0], timedelta(seconds=5))
+
+
+def test_a_tag_that_is_no_text_is_refused_where_it_is_given() -> None:
+    with pytest.raises(TypeError, match="tag: the name must be a string, got 3"), torchext.tag(3):  # type: ignore[arg-type]
+        pass

@@ -21,10 +21,15 @@ def tag(name: str) -> Iterator[None]:
     Args:
         name: Any text; blocks inside others add theirs after a slash.
 
+    Raises:
+        TypeError: The name is no text, say a number.
+
     Example:
         >>> with torchext.tag("grad/layer3"):
         ...     work = dist.all_reduce(grad, async_op=True)
     """
+    if not isinstance(name, str):
+        raise TypeError(f'tag: the name must be a string, got {name!r}; use tag(f"layer{{i}}") or tag(str(i))')
     outer = current_tag.get()
     token = current_tag.set(f"{outer}/{name}" if outer else name)
     try:
