@@ -123,3 +123,13 @@ def test_options_that_are_not_understood_end_with_status_2(
         cli.main(["simulate", "--trace", "t.csv", "--cluster", "1x1", *words])
     assert caught.value.code == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "message"), [("out.xyz", "must end in .png"), ("no/out.png", "there is no folder")])
+def test_a_plot_that_cannot_be_written_is_refused_before_the_simulation(
+    name: str, message: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--trace", trace, "--cluster", "1x4", "--policy", "fifo", "--plot", tmp_path / name)
+    status, out, err = _run(capsys, *words)
+    assert (status, out) == (1, "")
+    assert message in err

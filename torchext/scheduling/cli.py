@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from torchext.scheduling.cluster_file import parse_cluster
@@ -39,6 +40,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
+    if options.plot:
+        _check_plot(Path(options.plot))
     cluster = parse_cluster(options.cluster)
     everything = read_trace(options.trace)
     trace = [r for r in everything if options.begin_s <= r.job.submit_s < options.end_s]
@@ -65,6 +68,13 @@ def _run(options: argparse.Namespace) -> None:
         from torchext.scheduling.plots import plot
 
         plot(results).savefig(options.plot)
+
+
+def _check_plot(path: Path) -> None:
+    if path.suffix not in (".png", ".pdf", ".svg"):
+        raise SchedulingError(f"--plot: the name must end in .png, .pdf or .svg, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise SchedulingError(f"--plot: there is no folder {str(path.parent)!r} to write {path.name} into")
 
 
 def _outages(options: argparse.Namespace, cluster: Cluster, trace: list[RecordedJob]) -> list[Outage]:
