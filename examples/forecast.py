@@ -333,6 +333,9 @@ def parse_arguments() -> argparse.Namespace:
         value = getattr(args, name)
         if value is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')}: got {value}, expected at least 1")
+    for lr in (args.lr, *(args.lr_sweep or ())):
+        if not 0 < lr < float("inf"):
+            parser.error(f"--lr, --lr-sweep: got {lr:g}, expected a positive number")
     return args
 
 
@@ -367,6 +370,8 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
                 f"{name}: no {name}.csv in --data-dir; it is not shipped, get it from {reproduce.SOURCES[name]}."
             )
             continue
+        if name in reproduce.SOURCES and not Path(path).is_file():
+            raise DataError(f"data: no file {path!r}; {name} is not shipped, get it from {reproduce.SOURCES[name]}")
         lookback = reproduce.LOOKBACKS.get(name, args.lookback) if args.reproduce else args.lookback
         load_data(path, lookback, horizon)
         for loss, seed in itertools.product(losses, seeds):
@@ -399,13 +404,13 @@ def main() -> None:
         runs, skipped = plan(args)
     except (DataError, LossSpecError) as error:
         sys.exit(f"forecast.py: {error}")
+    for sentence in skipped:
+        print(f"left out: {sentence}")
     records, sketches = train_missing(runs, Journal(args.out / "runs.jsonl"), args)
     rows = by_lr(records)
     if args.reproduce:
         for path in reproduce.write_report(records, reproduce_grids(args), skipped, args.out):
             print(f"report: {path}")
-        for sentence in skipped:
-            print(f"left out: {sentence}")
         return
     print(format_text(best_lr(rows)))
     plot_all(best_lr(rows), sketches, runs, args.out)
