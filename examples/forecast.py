@@ -365,13 +365,12 @@ def plan(args: argparse.Namespace) -> tuple[list[Run], list[str]]:
     for cell in cells:
         backbone, name, horizon = cell
         path = find_data(name, args.data_dir)
-        if args.reproduce and not Path(path).is_file():
-            skipped[name] = (
-                f"{name}: no {name}.csv in --data-dir; it is not shipped, get it from {reproduce.SOURCES[name]}."
-            )
-            continue
         if name in reproduce.SOURCES and not Path(path).is_file():
-            raise DataError(f"data: no file {path!r}; {name} is not shipped, get it from {reproduce.SOURCES[name]}")
+            source = f"it is not shipped, get it from {reproduce.SOURCES[name]}"
+            if not args.reproduce:
+                raise DataError(f"data: no file {path!r}; {source}")
+            skipped[name] = f"{name}: no {name}.csv in --data-dir; {source}."
+            continue
         lookback = reproduce.LOOKBACKS.get(name, args.lookback) if args.reproduce else args.lookback
         load_data(path, lookback, horizon)
         for loss, seed in itertools.product(losses, seeds):

@@ -109,7 +109,7 @@ def test_parallel_processes_give_the_same_numbers_as_one_process(
         (("--losses", "fredf:alpha"), "'alpha' in 'fredf:alpha' is not like 'alpha=0.5'"),
         (("--horizon", "5000"), "lookback 96 + horizon 5000 needs 5096 rows"),
         (("--horizon", "0"), "horizon: got 0, expected at least 1"),
-        (("--data", "ETTh2"), "ETTh2 is not shipped, get it from zhouhaoyi/ETDataset"),
+        (("--data", "ETTh2"), "ETTh2.csv'; it is not shipped, get it from zhouhaoyi/ETDataset"),
         (("--reproduce", "--data", "ETTh2"), "nothing to run: ETTh2: no ETTh2.csv in --data-dir"),
         (("--reproduce", "--horizon", "7"), "fits no part of the table, which holds ETTh1/96 itransformer, "),
     ],
