@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import os
 import pickle
@@ -585,3 +586,7 @@ def _process_group(
     # Only after success: with a failed peer, taking the group down could wait for it.
     if dist.is_initialized():
         dist.destroy_process_group()
+    # Groups that cycles (DDP) keep alive go here, and their threads with them. A gloo thread that drops its last tensor
+    # while the interpreter ends wants the GIL, is ended by Python instead, and takes the process down by SIGABRT
+    # (https://github.com/pytorch/pytorch/issues/190489).
+    gc.collect()
