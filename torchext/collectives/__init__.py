@@ -15,6 +15,7 @@ from torchext.collectives.errors import (
     CollectiveTimeoutError,
     PeerLostError,
 )
+from torchext.collectives.options import Options
 from torchext.collectives.process_group import ProcessGroup
 from torchext.collectives.tags import tag
 
@@ -23,6 +24,7 @@ __all__ = [
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "Options",
     "PeerLostError",
     "ProcessGroup",
     "tag",
