@@ -1,6 +1,7 @@
 // The engine under a sanitizer: ranks are threads of one process here, so that it sees both ends of every exchange.
 //
-//   g++ -std=c++20 -O1 -g -fsanitize=thread -pthread -o stress tests/collectives/stress.cpp torchext/csrc/*/reduce.cpp
+//   g++ -std=c++20 -O1 -g -fsanitize=thread -pthread -o stress \
+//       tests/collectives/stress.cpp torchext/csrc/collectives/{engine,matching,progress,faults,reduce}.cpp
 //   ./stress 3 200
 //
 // or with -fsanitize=address,undefined. Arguments: ranks, programs. Ends with status 0 if all values are right.

@@ -1,0 +1,167 @@
+// What the engine offers to its callers; see engine.hpp.
+#if defined(__linux__)
+
+#include "engine.hpp"
+
+namespace torchext::collectives {
+
+Engine::Engine(std::shared_ptr<Arena> arena, int rank)
+    : arena_(std::move(arena)),
+      rank_(rank),
+      world_size_(arena_->world_size()),
+      eager_bytes_(arena_->ring_bytes() / 8),
+      peers_(static_cast<std::size_t>(world_size_)),
+      pool_(arena_->pool_bytes()),
+      touched_(world_size_) {
+    for (int p = 0; p < world_size_; ++p) {
+        auto& peer = peers_[at(p)];
+        peer.out = RingWriter(arena_->ring_control(rank, p), arena_->ring_data(rank, p), arena_->ring_bytes());
+        peer.in = RingReader(arena_->ring_control(p, rank), arena_->ring_data(p, rank), arena_->ring_bytes());
+    }
+    const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    cpu_set_t set;
+    const int usable = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : static_cast<int>(cores);
+    // Where each rank can have a core, an answer is likely to be on its way; else the core is needed to make it.
+    spin_limit_ = world_size_ <= usable ? 2000 : 20;
+    auto& cell = arena_->cell(rank_);
+    cell.pid.store(static_cast<std::uint32_t>(getpid()), std::memory_order_relaxed);
+    // release: publishes the pid
+    cell.presence.store(static_cast<std::uint32_t>(Presence::present), std::memory_order_release);
+}
+
+Engine::~Engine() {
+    if (forked()) {
+        thread_.release();  // the thread does not exist in this process: neither join nor destroy it
+        return;
+    }
+    close("the process group was destroyed");
+}
+
+std::vector<int> Engine::meet(Nanoseconds timeout, const std::function<bool()>& interrupted) {
+    const Nanoseconds end = now() + timeout;
+    Nanoseconds next_check = now() + 50 * kMillisecond;
+    std::vector<int> missing;
+    while (true) {
+        missing.clear();
+        for (int p = 0; p < world_size_; ++p) {
+            // acquire: pairs with the release in the constructor
+            if (arena_->cell(p).presence.load(std::memory_order_acquire) == 0) missing.push_back(p);
+        }
+        if (missing.empty()) break;
+        const Nanoseconds t = now();
+        if (t > end) return missing;
+        if (t > next_check) {
+            if (interrupted()) return missing;
+            next_check = t + 50 * kMillisecond;
+        }
+        const timespec pause{0, 200'000};
+        nanosleep(&pause, nullptr);
+    }
+    std::vector<int> pids;
+    for (int p = 0; p < world_size_; ++p) {
+        pids.push_back(p == rank_ ? 0 : static_cast<int>(arena_->cell(p).pid.load(std::memory_order_relaxed)));
+    }
+    liveness_.watch(pids);
+    fork_generation_ = generation().load(std::memory_order_relaxed);
+    thread_ = std::make_unique<std::thread>([this] { run_thread(); });
+    return {};
+}
+
+OpPtr Engine::issue(const Request& request) {
+    Entry entry(*this);
+    return issue_locked(request, /*will_wait=*/false);
+}
+
+OpPtr Engine::run(const Request& request, const std::function<bool()>& interrupted) {
+    Entry entry(*this);
+    OpPtr op = issue_locked(request, /*will_wait=*/true);
+    if (!op->done && !wait_locked(entry.lock, op, kNever, interrupted)) {
+        fail(op, Code::aborted, "interrupted", {}, true);
+        wake_touched();
+    }
+    return op;
+}
+
+bool Engine::wait(const OpPtr& op, Nanoseconds deadline, const std::function<bool()>& interrupted) {
+    Entry entry(*this);
+    return op->done || wait_locked(entry.lock, op, deadline, interrupted);
+}
+
+bool Engine::done(const OpPtr& op) {
+    std::lock_guard lock(mutex_);
+    return op->done;
+}
+
+void Engine::cancel(const OpPtr& op, Code code, const std::string& text) {
+    Entry entry(*this);
+    if (!op->done) fail(op, code, text, {}, true);
+    wake_touched();
+}
+
+void Engine::abort(std::uint64_t group, const std::string& text) {
+    Entry entry(*this);
+    for (const auto& op : in_flight()) {
+        if (group == 0 || op->signature.group == group) fail(op, Code::aborted, text, {}, true);
+    }
+    wake_touched();
+}
+
+void Engine::close(const std::string& text) {
+    if (forked()) return;
+    {
+        Entry entry(*this);
+        if (!closed_) {
+            closed_ = true;
+            for (const auto& op : in_flight()) fail(op, Code::aborted, text, {}, true);
+            const Nanoseconds end = now() + kSecond;  // for what waits for room in a ring; tiny records only
+            while (flush_backlogs() && now() < end) {
+                wake_touched();
+                sched_yield();
+            }
+            // release: all that this rank had to say lies in its rings before others see that it has left
+            arena_->cell(rank_).presence.store(static_cast<std::uint32_t>(Presence::left),
+                                               std::memory_order_release);
+            for (int p = 0; p < world_size_; ++p) touched_.add(p);
+            wake_touched();
+        }
+        wake_local();
+        changed_.notify_all();
+        background_.notify_all();
+        finished_.notify_all();
+    }
+    std::lock_guard join(join_mutex_);
+    if (thread_ != nullptr && thread_->joinable()) thread_->join();
+}
+
+bool Engine::watch(const OpPtr& op) {
+    Entry entry(*this);
+    op->notify = !op->done;
+    return op->done;
+}
+
+std::vector<std::uint64_t> Engine::finished(Nanoseconds timeout) {
+    std::unique_lock lock(mutex_);
+    finished_.wait_for(lock, std::chrono::nanoseconds(timeout), [&] { return !notices_.empty() || closed_; });
+    return std::exchange(notices_, {});
+}
+
+std::vector<void*> Engine::released() {
+    if (!has_released_.load(std::memory_order_relaxed)) return {};
+    std::lock_guard lock(mutex_);
+    has_released_.store(false, std::memory_order_relaxed);
+    return std::exchange(released_, {});
+}
+
+std::pair<Stats, std::size_t> Engine::stats() {
+    std::lock_guard lock(mutex_);
+    return {stats_, num_active_};
+}
+
+bool Engine::closed() {
+    std::lock_guard lock(mutex_);
+    return closed_;
+}
+
+}  // namespace torchext::collectives
+
+#endif

@@ -1,0 +1,386 @@
+// Issue and match: records out, records in, and what they do to the calls of this rank. See engine.hpp.
+#if defined(__linux__)
+
+#include "engine.hpp"
+
+namespace torchext::collectives {
+
+OpPtr Engine::issue_locked(const Request& request, bool will_wait) {
+    auto op = std::make_shared<Op>();
+    op->signature = request.signature;
+    op->members = request.members;
+    op->n = request.members->size();
+    op->me = request.members->me;
+    prepare(*op, request, eager_bytes_);
+    op->id = ++last_id_;
+    op->key = request.signature.key(request.dims_hash);
+    op->issued = now();
+    op->deadline = op->issued + request.timeout;
+    op->keepalive = request.keepalive;
+    ++stats_.issued;
+    ++num_active_;
+    stats_.max_queue_depth = std::max<std::uint64_t>(stats_.max_queue_depth, num_active_);
+    if (closed_) {
+        fail(op, Code::aborted, "the process group was destroyed or aborted", {}, false);
+        return op;
+    }
+    if (op->n == 1) {
+        if (op->local_to.bytes != 0) std::memmove(op->local_to.data, op->local_from.data, op->local_to.bytes);
+        if (op->flow == Flow::reduce && op->result.data != op->whole.data && op->whole.bytes != 0) {
+            std::memmove(op->result.data, op->whole.data, op->whole.bytes);
+        }
+        finish(op);
+        return op;
+    }
+    ops_.emplace(op->id, op);
+    for (int i = 1; i < op->n; ++i) send_join(*op, (op->me + i) % op->n);
+    wake_touched();  // before anything else: it is what the peers wait for
+    auto& queue = keys_[op->key];
+    queue.posted.push_back(op);
+    if (!queue.arrived.empty()) {
+        // Once all have joined, `queue` is gone.
+        for (int m = 0; m < op->n && !op->done && !op->all_joined(); ++m) {
+            const auto found = queue.arrived.find(op->world_rank(m));
+            if (m == op->me || found == queue.arrived.end()) continue;
+            Unexpected call = std::move(found->second.front());
+            found->second.pop_front();
+            if (found->second.empty()) queue.arrived.erase(found);
+            join(op, m, call, call.payload.data());
+        }
+    }
+    for (int m = 0; m < op->n && !op->done; ++m) {
+        const int p = op->world_rank(m);
+        if (peers_[at(p)].lost != Code::none) fail_if_needed(op, m, peers_[at(p)].lost);
+    }
+    settle(op);
+    if (!op->done) {
+        if (op->num_pending_sends != 0 && !op->in_send_queue) queue_sends(op);
+        if (driving_) {
+            wake_local();  // the driver may sleep, and there may be something for it to do now
+        } else if (!will_wait && num_waiting_ == 0) {
+            background_.notify_one();
+        }
+    }
+    wake_touched();
+    return op;
+}
+
+void Engine::send_join(Op& op, int member) {
+    const int p = op.world_rank(member);
+    Peer& peer = peers_[at(p)];
+    auto& state = op.peers[at(member)];
+    const Span payload = state.sent ? Span{} : op.send[at(member)];
+    const std::size_t tag = std::min(op.signature.tag.size(), kMaxTag);
+    const std::size_t bare = sizeof(JoinRecord) + round_up(tag, 16);
+    std::byte* room = nullptr;
+    bool eager = false;
+    std::size_t record = RingWriter::record_bytes(bare + payload.bytes);
+    if (peer.backlog.empty()) {
+        if (payload.bytes != 0 && peer.eager_ahead + payload.bytes <= kMaxEagerAhead) {
+            room = peer.out.reserve(record);
+            eager = room != nullptr;
+        }
+        if (room == nullptr) {
+            record = bare;
+            room = peer.out.reserve(record);
+        }
+    } else {
+        record = bare;
+    }
+    std::vector<std::byte> late;
+    if (room == nullptr) {
+        late.resize(record);
+        room = late.data();
+    }
+    auto* join = new (room) JoinRecord{};
+    join->header = {static_cast<std::uint32_t>(record), static_cast<std::uint8_t>(RecordKind::join), {}};
+    join->op = op.signature.kind;
+    join->reduce_op = op.signature.reduce_op;
+    join->dtype = op.signature.dtype;
+    join->num_dims = op.signature.num_dims;
+    join->staged = op.staged_here;
+    join->has_payload = eager;
+    join->tag_bytes = static_cast<std::uint16_t>(tag);
+    join->root = op.signature.root;
+    join->peer = op.signature.peer;
+    join->group = op.signature.group;
+    join->key = op.key;
+    join->id = op.id;
+    join->send_bytes = op.send[at(member)].bytes;
+    join->recv_bytes = op.recv[at(member)].bytes;
+    std::memcpy(join->dims, op.signature.dims.data(), sizeof(join->dims));
+    std::memcpy(room + sizeof(JoinRecord), op.signature.tag.data(), tag);
+    if (eager) {
+        std::memcpy(room + bare, payload.data, payload.bytes);
+        state.sent = true;
+        state.eager_bytes = payload.bytes;
+        peer.eager_ahead += payload.bytes;
+        --op.num_pending_sends;
+    }
+    if (late.empty()) {
+        peer.out.publish();
+        touched_.add(p);
+    } else {
+        peer.backlog.push_back(std::move(late));
+    }
+}
+
+void Engine::join(const OpPtr& op, int member, const Unexpected& call, const std::byte* payload) {
+    const int p = op->world_rank(member);
+    auto& state = op->peers[at(member)];
+    state.joined = true;
+    state.id = call.id;
+    peers_[at(p)].eager_ahead -= state.eager_bytes;
+    ++op->num_joined;
+    op->staged |= call.staged;
+    if (call.code != Code::none) {
+        fail(op, call.code, call.error, {call.culprit}, true);
+    } else if (op->done) {
+        // Finished early, as a sender may, or failed, of which the peer has been told.
+    } else if (!op->signature.same_call(call.signature) || call.send_bytes != op->recv[at(member)].bytes ||
+               call.recv_bytes != op->send[at(member)].bytes) {
+        fail(op, Code::mismatch,
+             "rank " + std::to_string(p) + " called " + call.signature.describe() + ", which sends this rank " +
+                 std::to_string(call.send_bytes) + " bytes where it expects " +
+                 std::to_string(op->recv[at(member)].bytes) + ", and expects " + std::to_string(call.recv_bytes) +
+                 " where it sends " + std::to_string(op->send[at(member)].bytes),
+             {p}, true);
+    } else {
+        if (call.has_payload) receive(op, member, payload, call.send_bytes);
+        if (!state.sent && !op->in_send_queue) queue_sends(op);
+    }
+    if (op->all_joined()) {
+        forget_key(op);
+        if (op->staged && !op->done) {
+            if (op->leads()) wanted_.push_back(op);
+        } else if (op->done) {
+            forget(op);
+        }
+    }
+}
+
+void Engine::receive(const OpPtr& op, int member, const std::byte* payload, std::size_t bytes) {
+    auto& state = op->peers[at(member)];
+    if (state.have || bytes != op->recv[at(member)].bytes) return;
+    std::memcpy(op->recv[at(member)].data, payload, bytes);
+    state.have = true;
+    --op->num_pending_recvs;
+}
+
+void Engine::queue_sends(const OpPtr& op) {
+    op->in_send_queue = true;
+    sends_.push_back(op);
+}
+
+void Engine::settle(const OpPtr& op) {
+    if (op->done || op->num_pending_sends != 0 || op->num_pending_recvs != 0) return;
+    if (op->needs_all_joined && !op->all_joined()) return;
+    if (op->staged && !op->stage_done) return;
+    if (!op->staged) {
+        if (op->local_to.bytes != 0) std::memmove(op->local_to.data, op->local_from.data, op->local_to.bytes);
+        if (op->flow == Flow::reduce && op->result.data != nullptr && op->whole.bytes != 0) {
+            sources_.clear();
+            for (int m = 0; m < op->n; ++m) {
+                sources_.push_back(m == op->me ? op->whole.data : op->recv[at(m)].data);
+            }
+            op->kernel(op->result.data, sources_.data(), op->n, op->whole.bytes / op->item_bytes, op->n);
+        }
+    }
+    finish(op);
+}
+
+void Engine::finish(const OpPtr& op) {
+    op->done = true;
+    op->finished_at = now();
+    --num_active_;
+    ++(op->code == Code::none ? stats_.completed : stats_.failed);
+    if (op->block != nullptr) {
+        if (op->code == Code::none) ++stats_.staged;
+        decline(op->block, op->me, *op->members);
+        op->block = nullptr;
+    }
+    op->scratch = {};
+    if (op->keepalive != nullptr) {
+        released_.push_back(std::exchange(op->keepalive, nullptr));
+        has_released_.store(true, std::memory_order_relaxed);  // the mutex orders what it announces
+    }
+    if (op->notify) {
+        notices_.push_back(op->id);
+        finished_.notify_all();
+    }
+    if (num_waiting_ > 1 || (num_waiting_ == 1 && in_background_)) changed_.notify_all();
+    if (op->all_joined()) forget(op);
+}
+
+void Engine::forget(const OpPtr& op) {
+    // A failed call whose staging has yet to be granted stays, to decline it; harmless if that never comes.
+    if (op->done && op->all_joined()) ops_.erase(op->id);
+}
+
+void Engine::forget_key(const OpPtr& op) {
+    const auto found = keys_.find(op->key);
+    if (found == keys_.end()) return;
+    auto& posted = found->second.posted;
+    posted.erase(std::find(posted.begin(), posted.end(), op));
+    if (posted.empty() && found->second.arrived.empty()) keys_.erase(found);
+}
+
+std::vector<OpPtr> Engine::in_flight() const {
+    std::vector<OpPtr> ops;
+    for (const auto& [id, op] : ops_) {
+        if (!op->done) ops.push_back(op);
+    }
+    std::sort(ops.begin(), ops.end(), [](const OpPtr& a, const OpPtr& b) { return a->id < b->id; });
+    return ops;
+}
+
+bool Engine::drain(int p) {
+    Peer& peer = peers_[at(p)];
+    bool any = false;
+    while (const RecordHeader* record = peer.in.front()) {
+        any = true;
+        const std::size_t bytes = record->bytes;
+        switch (static_cast<RecordKind>(record->kind)) {
+            case RecordKind::join:
+                on_join(p, *reinterpret_cast<const JoinRecord*>(record));
+                break;
+            case RecordKind::data: {
+                const auto& data = *reinterpret_cast<const DataRecord*>(record);
+                if (const auto op = find(data.id); op != nullptr && !op->done) {
+                    receive(op, op->members->index(p), reinterpret_cast<const std::byte*>(&data + 1), data.bytes);
+                    settle(op);
+                }
+                break;
+            }
+            case RecordKind::grant:
+                on_grant(p, *reinterpret_cast<const GrantRecord*>(record));
+                break;
+            case RecordKind::fail:
+                on_fail(p, *reinterpret_cast<const FailRecord*>(record));
+                break;
+            case RecordKind::pad:
+                break;
+        }
+        peer.in.pop(bytes);
+    }
+    return any;
+}
+
+OpPtr Engine::find(std::uint64_t id) const {
+    const auto found = ops_.find(id);
+    return found == ops_.end() ? nullptr : found->second;
+}
+
+void Engine::on_join(int p, const JoinRecord& record) {
+    const auto found = keys_.find(record.key);
+    OpPtr op;
+    int member = -1;
+    if (found != keys_.end() && found->second.arrived.find(p) == found->second.arrived.end()) {
+        for (const auto& posted : found->second.posted) {
+            member = posted->members->index(p);
+            if (member >= 0 && !posted->peers[at(member)].joined) {
+                op = posted;
+                break;
+            }
+        }
+    }
+    Unexpected call;
+    call.signature = signature_of(record);
+    call.id = record.id;
+    call.send_bytes = record.send_bytes;
+    call.recv_bytes = record.recv_bytes;
+    call.staged = record.staged != 0;
+    call.has_payload = record.has_payload != 0;
+    const std::byte* payload = payload_of(record);
+    if (op != nullptr) {
+        join(op, member, call, payload);
+        settle(op);
+        return;
+    }
+    if (call.has_payload) call.payload.assign(payload, payload + call.send_bytes);
+    keys_[record.key].arrived[p].push_back(std::move(call));
+}
+
+void Engine::on_grant(int p, const GrantRecord& grant) {
+    std::byte* block = arena_->pool(p) + grant.offset;
+    const auto op = find(grant.id);
+    if (op == nullptr || op->done) {
+        // release: nothing of this rank touches the block; the leader's acquire lets it use the memory again
+        StageLayout::finished(block, static_cast<int>(grant.member)).store(1, std::memory_order_release);
+        touched_.add(p);
+        return;
+    }
+    start(op, block);
+}
+
+void Engine::on_fail(int p, const FailRecord& record) {
+    const auto code = static_cast<Code>(record.code);
+    const std::string text(reinterpret_cast<const char*>(&record + 1), record.text_bytes);
+    for (const auto& op : in_flight()) {
+        const int member = op->members->index(p);
+        if (member >= 0 && op->peers[at(member)].joined && op->peers[at(member)].id == record.id) {
+            fail(op, code, text, {record.culprit}, false);
+            return;
+        }
+    }
+    for (auto& [key, queue] : keys_) {
+        const auto found = queue.arrived.find(p);
+        if (found == queue.arrived.end()) continue;
+        for (auto& call : found->second) {
+            if (call.id != record.id) continue;
+            call.code = code;
+            call.error = text;
+            call.culprit = record.culprit;
+            return;
+        }
+    }
+}
+
+bool Engine::flush_backlogs() {
+    bool left = false;
+    for (int p = 0; p < world_size_; ++p) left |= flush_backlog(p) && peers_[at(p)].lost == Code::none;
+    return left;
+}
+
+bool Engine::flush_backlog(int p) {
+    Peer& peer = peers_[at(p)];
+    while (!peer.backlog.empty()) {
+        const auto& record = peer.backlog.front();
+        std::byte* room = peer.out.reserve(record.size());
+        if (room == nullptr) return true;
+        std::memcpy(room, record.data(), record.size());
+        peer.out.publish();
+        touched_.add(p);
+        peer.backlog.pop_front();
+    }
+    return false;
+}
+
+bool Engine::send_late(const OpPtr& op) {
+    bool moved = false;
+    for (int m = 0; m < op->n; ++m) {
+        auto& state = op->peers[at(m)];
+        const int p = op->world_rank(m);
+        Peer& peer = peers_[at(p)];
+        if (m == op->me || state.sent || !state.joined || !peer.backlog.empty()) continue;
+        const Span& payload = op->send[at(m)];
+        const std::size_t record = RingWriter::record_bytes(sizeof(DataRecord) + payload.bytes);
+        std::byte* room = peer.out.reserve(record);
+        if (room == nullptr) continue;
+        auto* data = new (room) DataRecord{};
+        data->header = {static_cast<std::uint32_t>(record), static_cast<std::uint8_t>(RecordKind::data), {}};
+        data->id = state.id;
+        data->bytes = payload.bytes;
+        std::memcpy(data + 1, payload.data, payload.bytes);
+        peer.out.publish();
+        touched_.add(p);
+        state.sent = true;
+        --op->num_pending_sends;
+        moved = true;
+    }
+    return moved;
+}
+
+}  // namespace torchext::collectives
+
+#endif
