@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import torchext
-from torchext.collectives import world
+from torchext.collectives import Options, world
 
 PROGRAM = """
 import sys
@@ -32,7 +32,7 @@ def test_importing_torchext_registers_the_backend_and_loads_nothing_of_it() -> N
 def test_without_the_native_core_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchext._native", None)
     with pytest.raises(ImportError, match=r"C\+\+20 compiler"):
-        world.meet(dist.HashStore(), 0, [0], timedelta(seconds=5))
+        world.meet(dist.HashStore(), 0, [0], timedelta(seconds=5), Options())
 
 
 def test_a_tag_that_is_no_text_is_refused_where_it_is_given() -> None:

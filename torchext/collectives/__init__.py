@@ -13,19 +13,23 @@ from torchext.collectives.errors import (
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    DeadlockError,
     PeerLostError,
 )
 from torchext.collectives.options import Options
 from torchext.collectives.process_group import ProcessGroup
 from torchext.collectives.tags import tag
+from torchext.collectives.threads import without_collectives
 
 __all__ = [
     "CollectiveAbortedError",
     "CollectiveError",
     "CollectiveMismatchError",
     "CollectiveTimeoutError",
+    "DeadlockError",
     "Options",
     "PeerLostError",
     "ProcessGroup",
     "tag",
+    "without_collectives",
 ]

@@ -31,7 +31,11 @@ class PeerLostError(CollectiveError):
 
 
 class CollectiveMismatchError(CollectiveError):
-    """The members' calls do not fit together, as in sizes that differ."""
+    """The members' calls do not fit together: they differ in operation, dtype, shape, root or splits."""
+
+
+class DeadlockError(CollectiveError):
+    """Ranks block in a circle, each in a call that another of them would make only later."""
 
 
 class CollectiveAbortedError(CollectiveError):

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from torchext.collectives.deferral import Deferred, deferrals
 from torchext.collectives.errors import CollectiveAbortedError, CollectiveError
+from torchext.collectives.options import Options
+from torchext.collectives.sites import call_site
 from torchext.collectives.tags import current_tag
-from torchext.collectives.work import CallWork, DoneWork, JoinedWork, call_error, call_site
+from torchext.collectives.work import CallWork, DoneWork, JoinedWork, call_error
 from torchext.collectives.world import World, meet
 
 if TYPE_CHECKING:
@@ -134,6 +137,8 @@ class ProcessGroup(dist.ProcessGroup):
 
     def _set_group_name(self, name: str) -> None:
         self._name = name
+        if self._native is not None:
+            self._world.where[self._uid] = self._where()
 
     @property
     def group_desc(self) -> str:
@@ -160,12 +165,15 @@ class ProcessGroup(dist.ProcessGroup):
         self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
-        """Fails what is in flight and leaves; `dist.destroy_process_group` calls it. Never waits for peers."""
+        """Fails what is in flight and leaves; `dist.destroy_process_group` calls it.
+
+        It waits for peers only where a blocking call has returned early, to resolve a deadlock.
+        """
         self._close("the process group was destroyed")
 
     def abort(self) -> None:
         """Fails what is in flight, here and on the other members, and leaves. From any thread. Idempotent."""
-        self._close("the process group was aborted")
+        self._close("the process group was aborted", abort=True)
 
     def stats(self) -> dict[str, int]:
         """Counts of this rank's engine, which its groups share, since it was made.
@@ -179,13 +187,15 @@ class ProcessGroup(dist.ProcessGroup):
         """
         return self._engine.stats()
 
-    def _close(self, reason: str) -> None:
+    def _close(self, reason: str, abort: bool = False) -> None:
+        if not abort and self._owns_world:
+            deferrals.end_world(self._world, wait=True)  # while the group still works
         if not self._closed:
             self._closed = reason
             if self._uid:
                 self._engine.abort(self._uid, reason)
         if self._owns_world:
-            self._world.close(reason)
+            self._world.close(reason, abort=abort)
 
     # --- Collectives -------------------------------------------------------------------------------------------------
 
@@ -197,7 +207,10 @@ class ProcessGroup(dist.ProcessGroup):
                 given = opts.timeout
                 timeout_s = self._timeout_s if given.days < 0 else given.total_seconds()
                 self._require_cpu(tensor)
-                failed = self._engine.run_all_reduce(
+                if deferrals.active:
+                    deferrals.before([tensor], [])
+                    deferrals.sweep()
+                stopped = self._engine.run_all_reduce(
                     self._group(),
                     code,
                     _DTYPES[tensor.dtype],
@@ -208,8 +221,8 @@ class ProcessGroup(dist.ProcessGroup):
                     tensor.numel() * size,
                     timeout_s,
                 )
-                if failed is not None:
-                    raise call_error(failed, self._world, self._where(), timeout_s, call_site())
+                if stopped is not None:
+                    self._stop(stopped, [tensor], [tensor], [], timeout_s)
                 return _DONE
         else:
             code = self._reduce_op(opts)
@@ -405,18 +418,40 @@ class ProcessGroup(dist.ProcessGroup):
         call = self._engine.issue(*(*request, keep))
         copy_back = (lambda: _copy_back(copies)) if copies else None
         source = kwargs["root"] if kind == _SEND else -1
-        work = CallWork(self._world, call, result or outputs, self._where(), request[-1], copy_back, source)
+        work = CallWork(self._world, call, result or outputs, self._where(), request[-1], copy_back, keep, source)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
 
     def _run(self, kind: int, opts: Any, like: Tensor | None, *args: Any, **kwargs: Any) -> None:
         kwargs.pop("result", None)
-        request, copies, _, _keep = self._request(kind, opts, like, *args, **kwargs)
-        failed = self._engine.run(*request)
-        if failed is not None:
-            raise call_error(failed, self._world, self._where(), request[-1], call_site())
-        _copy_back(copies)
+        request, copies, outputs, keep = self._request(kind, opts, like, *args, **kwargs)
+        stopped = self._engine.run(*request)
+        if stopped is not None:
+            self._stop(stopped, outputs, keep, copies, request[-1])
+        else:
+            _copy_back(copies)
+
+    def _stop(
+        self,
+        call: native.Call,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        copies: _CopyBack,
+        timeout_s: float,
+    ) -> None:
+        """Ends a blocking call that is not over in the good way: it has failed, or it is deferred."""
+        where, site = self._where(), call_site()
+
+        def finish() -> None:
+            if call.code:
+                raise call_error(call, self._world, where, timeout_s, site)
+            _copy_back(copies)
+
+        if call.code:
+            finish()
+        else:
+            deferrals.add(Deferred(call, self._world, outputs, inputs, finish))
 
     def _request(
         self,
@@ -454,6 +489,9 @@ class ProcessGroup(dist.ProcessGroup):
                 real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
                 if real != like.dtype:
                     raise TypeError(f"all tensors of one call must have one dtype, got {like.dtype} and {tensor.dtype}")
+        if deferrals.active:
+            deferrals.before(outputs, inputs)
+            deferrals.sweep()
         copies: _CopyBack = []
         keep: list[Tensor] = []
         in_spans = [_span(_contiguous(t), keep) for t in inputs]
@@ -504,6 +542,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise CollectiveAbortedError(f"{self._closed}; make a new one to go on")
         if self._native is None:
             self._native, self._uid = self._world.group(self._ranks, self._desc)
+            self._world.where[self._uid] = self._where()
         return self._native
 
     def _where(self) -> str:
@@ -536,21 +575,23 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroup:
 
     Args:
         options: What torch says of the group.
-        backend_options: None; there are none yet.
+        backend_options: `Options`, or None for those of the default group or else of the environment.
 
     Raises:
         CollectiveError: As `torchext.collectives.world.meet`.
     """
-    if backend_options is not None:
-        raise ValueError(f'"dfccl" takes no pg_options, got {backend_options!r}')
+    if backend_options is not None and not isinstance(backend_options, Options):
+        raise TypeError(f'"dfccl" takes torchext.collectives.Options as pg_options, got {backend_options!r}')
     rank: int = options.group_rank
     ranks: list[int] = list(options.global_ranks_in_group) or list(range(options.group_size))
     timeout: timedelta = options.timeout
     if dist.is_initialized():
         default = dist.distributed_c10d._get_default_group()
         if isinstance(default, ProcessGroup):
+            if backend_options not in (None, default._world.options):
+                raise ValueError("the options of a group within a dfccl group are those of the outer one")
             return ProcessGroup(default._world, rank, ranks, timeout, owns_world=False)
-    world = meet(options.store, rank, ranks, timeout)
+    world = meet(options.store, rank, ranks, timeout, backend_options or Options())
     return ProcessGroup(world, rank, ranks, timeout, owns_world=True)
 
 

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from torchext.collectives.deferral import Deferred, deferrals
 from torchext.collectives.errors import (
     CollectiveAbortedError,
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    DeadlockError,
     PeerLostError,
 )
+from torchext.collectives.sites import CallSite, call_site
 
 if TYPE_CHECKING:
     from torchext._native import collectives as native
     from torchext.collectives.world import World
 
-# By the codes of csrc/collectives/op.hpp; the last: another member gave up.
+# By the codes of csrc/collectives/op.hpp; 6: another member gave up.
 _ERRORS: dict[int, type[CollectiveError]] = {
     1: CollectiveTimeoutError,
     2: PeerLostError,
@@ -32,20 +33,10 @@ _ERRORS: dict[int, type[CollectiveError]] = {
     4: CollectiveMismatchError,
     5: CollectiveAbortedError,
     6: CollectiveAbortedError,
+    7: DeadlockError,
 }
 
-CallSite = tuple[CodeType, int]
-
-
-def call_site(depth: int = 1) -> CallSite | None:
-    """Finds the line of the user's program that is calling: the innermost one outside torch and this package."""
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith(("torch.", "torchext.collectives.")):
-            return frame.f_code, frame.f_lineno
-        frame = frame.f_back
-    return None  # called from C++, as by autograd's threads
+_DEFERRED = 2  # what a wait for a native call returns
 
 
 def call_error(call: native.Call, world: World, where: str, timeout_s: float, site: CallSite | None) -> CollectiveError:
@@ -83,11 +74,13 @@ class CallWork(dist.Work):
         where: str,
         timeout_s: float,
         copy_back: Callable[[], None] | None,
+        inputs: Sequence[torch.Tensor] = (),
         source: int = -1,
     ) -> None:
         super().__init__()
         self._world = world
         self._call = call
+        self._inputs = inputs
         self._outputs = list(outputs)
         self._where = where
         self._timeout_s = timeout_s
@@ -104,22 +97,31 @@ class CallWork(dist.Work):
             timeout: After this time the collective fails as well. Zero: only after the timeout it was issued with.
 
         Returns:
-            True.
+            True. With ``on_deadlock="defer"``, possibly before it is done; then the first use of the tensors waits.
 
         Raises:
             CollectiveError: It failed; the subclass says in what way.
         """
+        if deferrals.active:
+            deferrals.sweep()
         seconds = timeout.total_seconds()
         if seconds > 0:
-            if not self._call.wait(seconds):
+            if not self._call.wait(seconds, False):
                 self._world.engine.cancel(self._call, f"wait(timeout={seconds:g} s) was called for it and is over")
         else:
-            while not self._call.wait(3600.0):
+            while not (waited := self._call.wait(3600.0, True)):
                 pass
+            if waited == _DEFERRED:
+                deferrals.add(Deferred(self._call, self._world, self._outputs, self._inputs, self._end))
+                return True
+        self._end()
+        return True
+
+    def _end(self) -> None:
         self._finish()
         error = self.exception()
         if error is None:
-            return True
+            return
         try:
             raise error
         finally:

@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import hashlib
 import json
+import logging
 import os
 import secrets
 import sys
 import threading
+import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Protocol
 
 from torchext._optional import require_native
+from torchext.collectives.deferral import deferrals
 from torchext.collectives.errors import CollectiveError, CollectiveTimeoutError
+from torchext.collectives.options import Options
+from torchext.collectives.sites import call_site
+from torchext.collectives.threads import OwnThread, only_waiting
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
     from torchext._native import collectives as native
+
+logger = logging.getLogger(__name__)
 
 _ARENA = "torchext/arena"
 _FAILED = "torchext/failed"
@@ -40,14 +50,19 @@ class World:
     Groups of these ranks share it. Made by `meet`. Thread-safe.
     """
 
-    def __init__(self, engine: native.World, ranks: Sequence[int]) -> None:
+    def __init__(self, engine: native.World, ranks: Sequence[int], options: Options) -> None:
         self.engine = engine
         self.ranks = tuple(ranks)  # global ranks, by rank in this world
+        self.options = options
+        self.where: dict[int, str] = {}  # by the identifier of a group: the group and this rank in it, in words
         self._lock = threading.Lock()
         self._num_groups: Counter[tuple[tuple[int, ...], str]] = Counter()  # guarded by _lock
         self._watched: dict[int, Watched] = {}  # guarded by _lock
         self._thread: threading.Thread | None = None  # guarded by _lock
         self._pid = os.getpid()
+        engine.set_look(functools.partial(_look, weakref.ref(self)))
+        with _worlds_lock:
+            _worlds.add(self)
         # A program that ends without destroy_process_group: peers learn that this rank has left, threads end.
         atexit.register(self.close, "the process is about to end")
 
@@ -70,16 +85,27 @@ class World:
         with self._lock:
             self._watched[call.id] = watched
             if self._thread is None:
-                self._thread = threading.Thread(target=self._report, name="dfccl-futures", daemon=True)
+                self._thread = OwnThread(target=self._report, name="dfccl-futures", daemon=True)
                 self._thread.start()
         if self.engine.watch(call):
             self._finish(call.id)
 
-    def close(self, reason: str = "the process group was destroyed") -> None:
-        """Fails what is in flight, leaves the world and ends its threads. Idempotent; not in a forked child."""
+    def close(self, reason: str = "the process group was destroyed", *, abort: bool = False) -> None:
+        """Fails what is in flight, leaves the world and ends its threads. Idempotent; not in a forked child.
+
+        Calls that have returned before they were done, to resolve a deadlock, are waited for unless ``abort``.
+        """
         atexit.unregister(self.close)
         if os.getpid() != self._pid:
             return
+        if not self.engine.closed():
+            deferrals.end_world(self, wait=not abort)
+            for rank, call in self.engine.unanswered():
+                logger.warning(
+                    "rank %d made a call that this one never made, before it ended its group: %s",
+                    self.ranks[rank],
+                    call,
+                )
         self.engine.close(reason)
         with self._lock:
             thread, self._thread = self._thread, None
@@ -101,7 +127,29 @@ class World:
                 return
 
 
-def meet(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> World:
+_worlds_lock = threading.Lock()
+_worlds: weakref.WeakSet[World] = weakref.WeakSet()  # guarded by _worlds_lock
+
+
+def worlds() -> list[World]:
+    """The worlds that this process is in."""
+    with _worlds_lock:
+        found = list(_worlds)
+    return [world for world in found if not world.engine.closed()]
+
+
+def _look(
+    ref: weakref.ref[World], group: int, blocked: Collection[int], issuers: Collection[tuple[int, int]]
+) -> tuple[str, bool]:
+    """For the engine: where the calling thread waits, and whether the process can issue a collective meanwhile."""
+    world = ref()
+    site = call_site()
+    place = f", at {site[0].co_filename}:{site[1]}" if site is not None else ""
+    where = f" on {world.where.get(group, 'a group')}" if world is not None else ""
+    return f"{where}{place}", only_waiting(blocked, issuers)
+
+
+def meet(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta, options: Options) -> World:
     """Makes a world together with the other ranks; each of them must call it with the same store.
 
     Blocks until all are there.
@@ -111,6 +159,7 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> W
         rank: Place in ``ranks``.
         ranks: The global ranks.
         timeout: How long to wait for the others.
+        options: The same on all ranks.
 
     Raises:
         ImportError: The native core is missing.
@@ -125,8 +174,10 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> W
     from torchext._native import collectives as native
 
     try:
-        arena = _make_arena(store, len(ranks)) if rank == 0 else _attach_arena(store, timeout)
-        engine = native.World(arena, rank)
+        arena = _make_arena(store, len(ranks), options) if rank == 0 else _attach_arena(store, timeout, options)
+        engine = native.World(
+            arena, rank, options.patience, options.on_deadlock == "defer", options.strict, list(ranks)
+        )
     except Exception as error:
         store.set(_FAILED, f"rank {ranks[rank]}: {error}")  # or the others would wait until their timeout
         raise
@@ -147,21 +198,27 @@ def meet(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta) -> W
             absent,
         )
     arena.close_descriptor()  # all have mapped it: the memory goes with the last of them
-    return World(engine, ranks)
+    return World(engine, ranks, options)
 
 
-def _make_arena(store: Store, world_size: int) -> native.Arena:
+def _make_arena(store: Store, world_size: int, options: Options) -> native.Arena:
     from torchext._native import collectives as native
 
     nonce = secrets.randbits(64)
-    ring_bytes, pool_bytes = _sizes(world_size)
-    arena = native.Arena.create(world_size, ring_bytes, pool_bytes, nonce)
-    place = {"host": _host(), "pid": os.getpid(), "descriptor": arena.descriptor, "nonce": nonce}
+    ring_bytes, pool_bytes = _sizes(world_size, options.arena_bytes)
+    arena = native.Arena.create(world_size, ring_bytes, pool_bytes, options.chunk_bytes, nonce)
+    place = {
+        "host": _host(),
+        "pid": os.getpid(),
+        "descriptor": arena.descriptor,
+        "nonce": nonce,
+        "options": asdict(options),
+    }
     store.set(_ARENA, json.dumps(place))
     return arena
 
 
-def _attach_arena(store: Store, timeout: timedelta) -> native.Arena:
+def _attach_arena(store: Store, timeout: timedelta, options: Options) -> native.Arena:
     from torchext._native import collectives as native
 
     try:
@@ -173,6 +230,7 @@ def _attach_arena(store: Store, timeout: timedelta) -> native.Arena:
             f"the first rank of the group did not come within {timeout.total_seconds():g} s", [0]
         ) from error
     place = json.loads(store.get(_ARENA))
+    options.require_equal(place["options"], 0)
     if place["host"] != _host():
         raise CollectiveError(
             "it does not share a host (or container) with the first rank of the group, and this engine of the "
@@ -181,13 +239,14 @@ def _attach_arena(store: Store, timeout: timedelta) -> native.Arena:
     return native.Arena.attach(place["pid"], place["descriptor"], place["nonce"])
 
 
-def _sizes(world_size: int) -> tuple[int, int]:
+def _sizes(world_size: int, arena_bytes: int | None) -> tuple[int, int]:
     """Bytes of one ring and of one rank's staging pool. Only pages that are touched take memory."""
     ring = 512 << 10
     while ring > 16 << 10 and ring * world_size > 1 << 20:  # all that a rank receives through
         ring //= 2
     smallest = (world_size**2 + world_size) * 4 * 4096  # staging of one collective, with the smallest chunks
-    return ring, max(64 << 20, 4 * smallest)
+    pool = arena_bytes or 64 << 20
+    return ring, max(pool // 4096 * 4096, 4 * smallest)
 
 
 def _host() -> str:

@@ -1,4 +1,5 @@
-// The shared memory of one world: who is there, one ring for each ordered pair of ranks, one staging pool for each rank.
+// The shared memory of one world: who is there and what it waits for, one ring for each ordered pair of ranks, one
+// staging pool for each rank.
 //
 // It is a memfd: it has no name in any file system, so whatever dies, nothing stays. Peers open it as
 // /proc/<pid>/fd/<fd> of the rank that made it. Pages come into being when they are first touched.
@@ -21,6 +22,7 @@
 #include <system_error>
 #include <utility>
 
+#include "board.hpp"
 #include "futex.hpp"
 
 namespace torchext::collectives {
@@ -50,17 +52,18 @@ struct ArenaHeader {
     std::uint64_t world_size;
     std::uint64_t ring_bytes;
     std::uint64_t pool_bytes;
+    std::uint64_t chunk_bytes;
     std::uint64_t total_bytes;
 };
 
 class Arena {
 public:
-    static constexpr std::uint64_t kMagic = 0x3130'4c43'4346'4454;  // changes with the layout
+    static constexpr std::uint64_t kMagic = 0x3230'4c43'4346'4454;  // changes with the layout
 
     // Makes the arena; the caller is rank 0. The descriptor stays open until `close_descriptor`.
     static std::shared_ptr<Arena> create(int world_size, std::size_t ring_bytes, std::size_t pool_bytes,
-                                         std::uint64_t nonce) {
-        ArenaHeader header{kMagic, nonce, static_cast<std::uint64_t>(world_size), ring_bytes, pool_bytes, 0};
+                                         std::size_t chunk_bytes, std::uint64_t nonce) {
+        ArenaHeader header{kMagic, nonce, static_cast<std::uint64_t>(world_size), ring_bytes, pool_bytes, chunk_bytes, 0};
         header.total_bytes = pools_offset(header) + static_cast<std::size_t>(world_size) * pool_bytes;
         const int fd = static_cast<int>(syscall(SYS_memfd_create, "torchext-dfccl", 1U /* MFD_CLOEXEC */));
         if (fd < 0) throw std::system_error(errno, std::generic_category(), "memfd_create");
@@ -106,9 +109,13 @@ public:
     int world_size() const { return static_cast<int>(header().world_size); }
     std::size_t ring_bytes() const { return header().ring_bytes; }
     std::size_t pool_bytes() const { return header().pool_bytes; }
+    std::size_t chunk_bytes() const { return header().chunk_bytes; }  // the largest
 
     RankCell& cell(int rank) const {
         return *reinterpret_cast<RankCell*>(base_ + cells_offset() + static_cast<std::size_t>(rank) * sizeof(RankCell));
+    }
+    Board& board(int rank) const {
+        return *reinterpret_cast<Board*>(base_ + boards_offset(header()) + static_cast<std::size_t>(rank) * sizeof(Board));
     }
     RingControl& ring_control(int from, int to) const { return *reinterpret_cast<RingControl*>(ring(from, to)); }
     std::byte* ring_data(int from, int to) const { return ring(from, to) + sizeof(RingControl); }
@@ -129,9 +136,10 @@ private:
 
     const ArenaHeader& header() const { return *reinterpret_cast<const ArenaHeader*>(base_); }
     static std::size_t cells_offset() { return 4096; }
-    static std::size_t rings_offset(const ArenaHeader& h) {
+    static std::size_t boards_offset(const ArenaHeader& h) {
         return round_up(cells_offset() + h.world_size * sizeof(RankCell), 4096);
     }
+    static std::size_t rings_offset(const ArenaHeader& h) { return boards_offset(h) + h.world_size * sizeof(Board); }
     static std::size_t ring_stride(const ArenaHeader& h) { return round_up(sizeof(RingControl) + h.ring_bytes, 4096); }
     static std::size_t pools_offset(const ArenaHeader& h) {
         return round_up(rings_offset(h) + h.world_size * h.world_size * ring_stride(h), 1 << 21);

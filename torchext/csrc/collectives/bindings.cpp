@@ -11,6 +11,7 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -38,11 +39,33 @@ struct Group {
     }
 };
 
-std::function<bool()> signals() {
-    return [] {
+// Looks at the program for the engine, see World.set_look; shared by a world and its calls.
+struct Look {
+    py::object function;
+};
+
+Caller caller(const Look& look) {  // which lives as long as the call
+    Caller caller;
+    caller.interrupted = [] {
         py::gil_scoped_acquire gil;
         return PyErr_CheckSignals() != 0;
     };
+    caller.look = [&look](std::uint64_t group, const std::vector<std::uint64_t>& blocked,
+                         const std::vector<Issuer>& issuers) {
+        py::gil_scoped_acquire gil;
+        Caller::Sight sight;
+        if (!look.function) return sight;
+        std::vector<std::pair<std::uint64_t, int>> pairs;
+        for (const auto& issuer : issuers) pairs.emplace_back(issuer.thread, issuer.tid);
+        try {
+            const auto found = look.function(group, blocked, pairs).cast<std::pair<std::string, bool>>();
+            sight = {found.first, found.second};
+        } catch (py::error_already_set& error) {
+            error.discard_as_unraisable("torchext.collectives, looking for deadlocks");
+        }
+        return sight;
+    };
+    return caller;
 }
 
 void raise_if_interrupted() {
@@ -54,23 +77,26 @@ class World;
 struct Handle {
     OpPtr op;
     std::shared_ptr<Engine> engine;
+    std::shared_ptr<Look> look;
 
-    bool wait(double timeout_s) {
+    // 0: not done, 1: done, 2: deferred.
+    int wait(double timeout_s, bool deferrable) {
         const Nanoseconds deadline = now() + static_cast<Nanoseconds>(timeout_s * 1e9);
-        bool done = false;
+        Waited waited{};
         {
             py::gil_scoped_release release;
-            done = engine->wait(op, deadline, signals());
+            waited = engine->wait(op, deadline, caller(*look), deferrable);
         }
         raise_if_interrupted();
-        return done;
+        return waited == Waited::done ? 1 : waited == Waited::deferred ? 2 : 0;
     }
 };
 
 // The engine as Python holds it; calls into a forked child's copy are refused, for its peers would not know of it.
 class World {
 public:
-    World(std::shared_ptr<Arena> arena, int rank) : engine_(std::make_shared<Engine>(std::move(arena), rank)) {}
+    World(std::shared_ptr<Arena> arena, int rank, Settings settings)
+        : engine_(std::make_shared<Engine>(std::move(arena), rank, std::move(settings))) {}
     World(const World&) = delete;
     World& operator=(const World&) = delete;
     ~World() {
@@ -99,10 +125,10 @@ public:
         release();
         check();
         py::gil_scoped_release nogil;
-        return {engine_->issue(request), engine_};
+        return {engine_->issue(request), engine_, look_};
     }
 
-    // Nothing if it succeeded, else the failed call.
+    // Nothing if it succeeded, else the call: failed, or not done if the wait for it has been deferred.
     std::optional<Handle> run(const Request& request) {
         release();
         check();
@@ -110,12 +136,13 @@ public:
         bool ok = false;
         {
             py::gil_scoped_release nogil;
-            op = engine_->run(request, signals());
-            ok = op->code == Code::none;
+            Waited waited{};
+            std::tie(op, waited) = engine_->run(request, caller(*look_));
+            ok = waited == Waited::done && op->code == Code::none;
         }
         raise_if_interrupted();
         if (ok) return std::nullopt;
-        return Handle{std::move(op), engine_};
+        return Handle{std::move(op), engine_, look_};
     }
 
     void cancel(const Handle& handle, const std::string& text) {
@@ -164,10 +191,33 @@ public:
         d["sleeps"] = s.sleeps;
         d["wakes"] = s.wakes;
         d["grants_deferred"] = s.grants_deferred;
+        d["deadlocks"] = s.deadlocks;
+        d["deferred"] = s.deferred;
         d["queue_depth"] = depth;
         d["max_queue_depth"] = s.max_queue_depth;
         return d;
     }
+
+    // `function(group_uid, blocked_threads, issuers)` says where the calling thread is and whether the rank is quiet.
+    void set_look(py::object function) { look_->function = std::move(function); }
+
+    // For each rank: whether it is gone, whether it is stuck, and what it waits for: since when (s), for whom, what.
+    py::list reports() {
+        py::list all;
+        const Nanoseconds t = now();
+        for (const auto& [report, gone] : engine_->reports()) {
+            py::list calls;
+            if (report.has_value()) {
+                for (const auto& b : report->blocked) {
+                    if (!b.future) calls.append(py::make_tuple(static_cast<double>(t - b.since) * 1e-9, b.waits_for, b.text));
+                }
+            }
+            all.append(py::make_tuple(gone, report.has_value() && report->stuck, calls));
+        }
+        return all;
+    }
+
+    std::vector<std::pair<int, std::string>> unanswered() { return engine_->unanswered(); }
 
     // From now on the id of the call is among the finished ones once it is done; true if it is done already.
     bool watch(const Handle& handle) {
@@ -192,6 +242,7 @@ private:
     }
 
     std::shared_ptr<Engine> engine_;
+    std::shared_ptr<Look> look_ = std::make_shared<Look>();
 };
 
 std::vector<Span> spans(const py::sequence& pairs) {
@@ -226,7 +277,7 @@ Request make_request(Group& group, int kind, int reduce_op, int dtype, std::size
     s.kind = static_cast<OpKind>(kind);
     s.reduce_op = static_cast<ReduceOp>(reduce_op);
     s.dtype = static_cast<std::uint8_t>(dtype);
-    s.group = group.uid;
+    s.group = request.group_uid = group.uid;
     s.tag = tag;
     if (identity.has_value()) {
         set_dims(request, *identity);
@@ -243,8 +294,6 @@ Request make_request(Group& group, int kind, int reduce_op, int dtype, std::size
         request.members = group.pair(root, peer);
         s.group ^= (static_cast<std::uint64_t>(root) + 1) * 0x9e3779b97f4a7c15ULL +
                    (static_cast<std::uint64_t>(peer) + 1) * 0xc2b2ae3d27d4eb4fULL;
-        s.root = 0;
-        s.peer = 1;
     } else {
         request.members = group.members;
     }
@@ -261,7 +310,7 @@ Request make_request(Group& group, int kind, int reduce_op, int dtype, std::size
 void bind(py::module_& m) {
     py::class_<Arena, std::shared_ptr<Arena>>(m, "Arena")
         .def_static("create", &Arena::create, py::arg("world_size"), py::arg("ring_bytes"), py::arg("pool_bytes"),
-                    py::arg("nonce"))
+                    py::arg("chunk_bytes"), py::arg("nonce"))
         .def_static("attach", &Arena::attach, py::arg("pid"), py::arg("descriptor"), py::arg("nonce"))
         .def_property_readonly("descriptor", &Arena::descriptor)
         .def("close_descriptor", &Arena::close_descriptor);
@@ -271,7 +320,7 @@ void bind(py::module_& m) {
     py::class_<Handle>(m, "Call")
         .def_property_readonly("id", [](const Handle& h) { return h.op->id; })
         .def("done", [](const Handle& h) { return h.engine->done(h.op); })
-        .def("wait", &Handle::wait, py::arg("timeout_s"))
+        .def("wait", &Handle::wait, py::arg("timeout_s"), py::arg("deferrable"))
         .def_property_readonly("text", [](const Handle& h) { return h.op->signature.describe(); })
         .def_property_readonly("code", [](const Handle& h) { return static_cast<int>(h.op->code); })
         .def_property_readonly("error", [](const Handle& h) { return h.op->error; })
@@ -281,7 +330,13 @@ void bind(py::module_& m) {
         });
 
     py::class_<World>(m, "World")
-        .def(py::init<std::shared_ptr<Arena>, int>(), py::arg("arena"), py::arg("rank"))
+        .def(py::init([](std::shared_ptr<Arena> arena, int rank, std::uint32_t patience, bool defer, bool strict,
+                         std::vector<int> names) {
+                 return std::make_unique<World>(std::move(arena), rank,
+                                                Settings{patience, defer, strict, std::move(names)});
+             }),
+             py::arg("arena"), py::arg("rank"), py::arg("patience"), py::arg("defer"), py::arg("strict"),
+             py::arg("names"))
         .def("meet", &World::meet, py::arg("timeout_s"), py::arg("failed"))
         .def("group", &World::group, py::arg("ranks"), py::arg("uid"))
         .def(
@@ -324,7 +379,7 @@ void bind(py::module_& m) {
                 s.kind = OpKind::all_reduce;
                 s.reduce_op = static_cast<ReduceOp>(reduce_op);
                 s.dtype = static_cast<std::uint8_t>(dtype);
-                s.group = group.uid;
+                s.group = request.group_uid = group.uid;
                 s.tag = tag;
                 set_dims(request, shape);
                 request.members = group.members;
@@ -340,6 +395,9 @@ void bind(py::module_& m) {
         .def("close", &World::close, py::arg("text"))
         .def("finished", &World::finished, py::arg("timeout_s"))
         .def("watch", &World::watch, py::arg("call"))
+        .def("set_look", &World::set_look, py::arg("function"))
+        .def("reports", &World::reports)
+        .def("unanswered", &World::unanswered)
         .def("stats", &World::stats)
         .def("closed", &World::closed)
         .def("release", &World::release)

@@ -5,11 +5,13 @@
 
 namespace torchext::collectives {
 
-Engine::Engine(std::shared_ptr<Arena> arena, int rank)
+Engine::Engine(std::shared_ptr<Arena> arena, int rank, Settings settings)
     : arena_(std::move(arena)),
       rank_(rank),
       world_size_(arena_->world_size()),
       eager_bytes_(arena_->ring_bytes() / 8),
+      settings_(std::move(settings)),
+      max_patience_(50 * settings_.patience),
       peers_(static_cast<std::size_t>(world_size_)),
       pool_(arena_->pool_bytes()),
       touched_(world_size_) {
@@ -72,19 +74,23 @@ OpPtr Engine::issue(const Request& request) {
     return issue_locked(request, /*will_wait=*/false);
 }
 
-OpPtr Engine::run(const Request& request, const std::function<bool()>& interrupted) {
+std::pair<OpPtr, Waited> Engine::run(const Request& request, const Caller& caller) {
     Entry entry(*this);
     OpPtr op = issue_locked(request, /*will_wait=*/true);
-    if (!op->done && !wait_locked(entry.lock, op, kNever, interrupted)) {
+    if (op->done) return {std::move(op), Waited::done};
+    Waited waited = wait_locked(entry.lock, op, kNever, caller, op->signature.kind != OpKind::barrier);
+    if (waited == Waited::expired) {
         fail(op, Code::aborted, "interrupted", {}, true);
         wake_touched();
+        waited = Waited::done;
     }
-    return op;
+    return {std::move(op), waited};
 }
 
-bool Engine::wait(const OpPtr& op, Nanoseconds deadline, const std::function<bool()>& interrupted) {
+Waited Engine::wait(const OpPtr& op, Nanoseconds deadline, const Caller& caller, bool deferrable) {
     Entry entry(*this);
-    return op->done || wait_locked(entry.lock, op, deadline, interrupted);
+    if (op->done) return Waited::done;
+    return wait_locked(entry.lock, op, deadline, caller, deferrable && op->signature.kind != OpKind::barrier);
 }
 
 bool Engine::done(const OpPtr& op) {
@@ -112,6 +118,7 @@ void Engine::close(const std::string& text) {
         Entry entry(*this);
         if (!closed_) {
             closed_ = true;
+            stir();
             for (const auto& op : in_flight()) fail(op, Code::aborted, text, {}, true);
             const Nanoseconds end = now() + kSecond;  // for what waits for room in a ring; tiny records only
             while (flush_backlogs() && now() < end) {
@@ -136,12 +143,17 @@ void Engine::close(const std::string& text) {
 bool Engine::watch(const OpPtr& op) {
     Entry entry(*this);
     op->notify = !op->done;
+    any_watched_ |= op->notify;
+    stir();
     return op->done;
 }
 
 std::vector<std::uint64_t> Engine::finished(Nanoseconds timeout) {
     std::unique_lock lock(mutex_);
+    listening_ = true;
     finished_.wait_for(lock, std::chrono::nanoseconds(timeout), [&] { return !notices_.empty() || closed_; });
+    listening_ = false;
+    stir();
     return std::exchange(notices_, {});
 }
 

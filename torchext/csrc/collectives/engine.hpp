@@ -19,18 +19,24 @@
 // Threads. All state is guarded by `mutex_`. Whoever waits for a collective drives the engine meanwhile, so that small
 // ones need no thread switch; while nobody waits and something is in flight, the engine's own thread drives. There is at
 // most one driver at a time (`driving_`). No exception leaves a thread: an error is stored in the op.
+//
+// Deadlocks. A rank whose threads have waited for some time says on its board (board.hpp) what each waits for; see
+// deadlock.cpp for how ranks that wait for each other are found.
 #pragma once
 
 #include <pthread.h>
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
 #include <limits>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <unordered_map>
@@ -48,9 +54,35 @@
 
 namespace torchext::collectives {
 
+// A thread that has issued a call: as pthread_self() and as gettid() name it.
+struct Issuer {
+    std::uint64_t thread;
+    int tid;
+};
+
+// What the engine asks of whoever waits; called now and then, in the waiting thread and without the lock.
+struct Caller {
+    struct Sight {
+        std::string where;   // the place in the program that waits, and the group, in words
+        bool quiet = false;  // no thread but those given can issue a call before one of these goes on
+    };
+    std::function<bool()> interrupted;
+    // Empty: of this rank's threads nothing is known, so that no deadlock is found that it takes part in.
+    std::function<Sight(std::uint64_t group, const std::vector<std::uint64_t>& blocked, const std::vector<Issuer>&)> look;
+};
+
+enum class Waited { done, expired, deferred };
+
+struct Settings {
+    std::uint32_t patience = 80;       // polls before a collective is preempted, at the least
+    bool defer = false;                // what to do about a deadlock: put the waits off, or raise
+    bool strict = false;               // refuse a second call in flight under one key
+    std::vector<int> names = {};       // of the ranks, as messages give them; empty: their numbers
+};
+
 class Engine {
 public:
-    Engine(std::shared_ptr<Arena> arena, int rank);
+    Engine(std::shared_ptr<Arena> arena, int rank, Settings settings = {});
 
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
@@ -63,12 +95,12 @@ public:
     // Issues a collective; never waits for a peer. Throws std::invalid_argument for a request that makes no sense.
     OpPtr issue(const Request& request);
 
-    // Issues a collective and waits for its end. `interrupted` is called now and then without the lock; if it says so,
-    // the collective fails as aborted.
-    OpPtr run(const Request& request, const std::function<bool()>& interrupted);
+    // Issues a collective and waits for its end, or until the wait is deferred; says which. If interrupted, it fails as
+    // aborted.
+    std::pair<OpPtr, Waited> run(const Request& request, const Caller& caller);
 
-    // Waits for the end of a collective. At `deadline`, or when interrupted, returns false; the collective goes on.
-    bool wait(const OpPtr& op, Nanoseconds deadline, const std::function<bool()>& interrupted);
+    // Waits for the end of a collective. At `deadline`, when interrupted or when deferred, it goes on.
+    Waited wait(const OpPtr& op, Nanoseconds deadline, const Caller& caller, bool deferrable);
 
     bool done(const OpPtr& op);
 
@@ -86,6 +118,12 @@ public:
     // Ids of finished ops that are watched; waits for some, up to the timeout or the end of the world.
     std::vector<std::uint64_t> finished(Nanoseconds timeout);
 
+    // The reports of all ranks, nothing for those that have none; true for those that are gone.
+    std::vector<std::pair<std::optional<Report>, bool>> reports();
+
+    // Calls that a peer has made and this rank has not.
+    std::vector<std::pair<int, std::string>> unanswered();
+
     // What the caller may release: the buffers are no longer used.
     std::vector<void*> released();
 
@@ -101,10 +139,9 @@ public:
 private:
     static constexpr std::size_t at(int i) { return static_cast<std::size_t>(i); }
     static constexpr Nanoseconds kNever = std::numeric_limits<Nanoseconds>::max();
-    static constexpr std::uint32_t kBasePatience = 80;
-    static constexpr std::uint32_t kMaxPatience = 4000;
     static constexpr std::size_t kMaxEagerAhead = 4 << 20;  // unread payload that one peer may have to keep
     static constexpr std::size_t kMaxTag = 200;             // of which peers are told
+    static constexpr std::size_t kMaxText = 3500;           // of a record; the smallest ring has to hold it
 
     // A call that a peer has issued and this rank has not.
     struct Unexpected {
@@ -131,6 +168,16 @@ private:
         std::deque<std::vector<std::byte>> backlog;  // records without payload that found the ring full
         std::size_t eager_ahead = 0;                 // payload sent for calls that the peer has not joined yet
         Code lost = Code::none;                      // peer_died or peer_left
+    };
+
+    // A thread that waits for a call; on its stack.
+    struct Waiter {
+        OpPtr op;
+        bool deferrable;
+        Nanoseconds since;
+        std::uint64_t thread;
+        std::string where = {};
+        bool deferred = false;
     };
 
     struct Block {
@@ -162,6 +209,7 @@ private:
     // ---- Issue and match -------------------------------------------------------------------------------------------
 
     OpPtr issue_locked(const Request& request, bool will_wait);
+    bool in_flight_under(std::uint64_t key) const;
     void send_join(Op& op, int member);
 
     // A member has joined this rank's call.
@@ -186,6 +234,7 @@ private:
     void on_grant(int p, const GrantRecord& grant);
     void on_fail(int p, const FailRecord& record);
 
+    void on_verdict(const VerdictRecord& record);
     template <class Record>
     void send_record(int p, const Record& record, const std::string& text = {}) {
         Peer& peer = peers_[at(p)];
@@ -206,7 +255,9 @@ private:
 
     // ---- Staging ---------------------------------------------------------------------------------------------------
 
-    StageLayout layout_of(const Op& op) const { return StageLayout(op.flow, op.n, arena_->pool_bytes() / 8); }
+    StageLayout layout_of(const Op& op) const {
+        return StageLayout(op.flow, op.n, arena_->pool_bytes() / 8, arena_->chunk_bytes());
+    }
 
     void start(const OpPtr& op, std::byte* block);
 
@@ -239,8 +290,8 @@ private:
     template <class Stop>
     Drive drive(std::unique_lock<std::mutex>& lock, Stop&& stop);
     void sleep(std::unique_lock<std::mutex>& lock);
-    bool wait_locked(std::unique_lock<std::mutex>& lock, const OpPtr& op, Nanoseconds deadline,
-                     const std::function<bool()>& interrupted);
+    Waited wait_locked(std::unique_lock<std::mutex>& lock, const OpPtr& op, Nanoseconds deadline, const Caller& caller,
+                       bool deferrable);
     void run_thread();
 
     // ---- Faults ----------------------------------------------------------------------------------------------------
@@ -261,13 +312,37 @@ private:
 
     // What a member has called on the same group that this rank has not.
     std::string instead(const Op& op, int p) const;
+    // A rank as messages name it.
+    std::string name(int p) const {
+        return "rank " + std::to_string(settings_.names.empty() ? p : settings_.names[at(p)]);
+    }
+
+    // ---- Deadlocks -------------------------------------------------------------------------------------------------
+
+    void note_issuer();
+    // To be called before anything that bears on what this rank's threads wait for is seen by others.
+    void stir() {
+        ++activity_;
+        if (published_ != 0) withdraw();
+    }
+    void withdraw();
+    void consider(std::unique_lock<std::mutex>& lock, Waiter& waiter, const Caller& caller);
+    Report report(bool quiet) const;
+    Blocked blocked(const Op& op) const;
+    bool in_transit() const;
+    void look_for_deadlock();
+    void pass_verdict(const std::map<int, std::pair<std::uint64_t, Report>>& stuck);
+    void apply_verdict(Code code, const std::string& text, const std::vector<int>& members);
 
     std::shared_ptr<Arena> arena_;
     const int rank_;
     const int world_size_;
     const std::size_t eager_bytes_;
+    const Settings settings_;
+    const std::uint32_t max_patience_;
     int spin_limit_ = 0;
     static constexpr Nanoseconds kCheckInterval = 50 * kMillisecond;
+    static constexpr Nanoseconds kBlockedAfter = 100 * kMillisecond;  // then a thread's wait is told to others
 
     std::mutex mutex_;  // guards everything below but the atomics
     std::condition_variable changed_;     // a call has finished, or the driver has stopped
@@ -299,7 +374,19 @@ private:
     Touched touched_;
     std::vector<const void*> sources_;
 
+    std::vector<Waiter*> waiters_;
+    std::vector<Issuer> issuers_;
+    std::uint64_t serial_ = 0;        // of this engine, among all of the process
+    std::uint64_t activity_ = 0;      // changes with whatever bears on what threads wait for
+    std::uint64_t published_ = 0;     // the version of the report on the board; 0 for none
+    bool published_stuck_ = false;
+    int num_quiet_ = 0;               // looks in a row that found the rank quiet,
+    std::uint64_t quiet_at_ = 0;      // all of them at this activity
+    int num_sightings_ = 0;           // of one deadlock, in a row
+
     std::vector<std::uint64_t> notices_;
+    bool any_watched_ = false;
+    bool listening_ = false;  // somebody waits for notices
     std::vector<void*> released_;
     Stats stats_;
 

@@ -42,7 +42,7 @@ void Engine::fail_if_needed(const OpPtr& op, int member, Code code) {
     if (!state.joined || !state.have || !state.sent || by_stage) {
         const int p = op->world_rank(member);
         fail(op, code,
-             "rank " + std::to_string(p) +
+             name(p) +
                  (code == Code::peer_died ? " died" : " has left (it destroyed or aborted its process group)") +
                  (state.joined ? " in the middle of it" : " without joining it" + instead(*op, p)),
              {p}, true);
@@ -73,9 +73,9 @@ void Engine::send_fail(const Op& op, int member) {
     record.code = static_cast<std::uint32_t>(own ? Code::peer_failed : op.code);
     record.culprit = own || op.culprits.empty() ? rank_ : op.culprits.front();
     std::string text = own && op.code != Code::peer_failed
-                           ? "rank " + std::to_string(rank_) + " gave up on it: " + op.error
+                           ? name(rank_) + " gave up on it: " + op.error
                            : op.error;
-    if (text.size() > 1000) text.resize(1000);
+    if (text.size() > kMaxText) text.resize(kMaxText);
     record.text_bytes = static_cast<std::uint32_t>(text.size());
     send_record(p, record, text);
 }
@@ -91,7 +91,7 @@ std::vector<int> Engine::missing(const Op& op) const {
 std::string Engine::absence(const Op& op) const {
     std::string text;
     for (const int p : missing(op)) {
-        text += (text.empty() ? "rank " : "; rank ") + std::to_string(p) + " has not joined it" + instead(op, p);
+        text += (text.empty() ? "" : "; ") + name(p) + " has not joined it" + instead(op, p);
     }
     return text.empty() ? "all members have joined it, but some do not go on (stopped?)" : text;
 }
@@ -110,6 +110,19 @@ std::string Engine::instead(const Op& op, int p) const {
     if (count > 3) text += " and " + std::to_string(count - 3) + " more";
     return text.empty() ? " and has called nothing else on this group that this rank has not"
                         : ", it has called instead " + text;
+}
+
+std::vector<std::pair<int, std::string>> Engine::unanswered() {
+    std::vector<std::pair<int, std::string>> calls;
+    std::lock_guard lock(mutex_);
+    for (const auto& [key, queue] : keys_) {
+        for (const auto& [p, arrived] : queue.arrived) {
+            for (const auto& call : arrived) {
+                if (call.code == Code::none) calls.emplace_back(p, call.signature.describe());
+            }
+        }
+    }
+    return calls;
 }
 
 }  // namespace torchext::collectives

@@ -6,14 +6,23 @@
 namespace torchext::collectives {
 
 OpPtr Engine::issue_locked(const Request& request, bool will_wait) {
+    note_issuer();
+    stir();
     auto op = std::make_shared<Op>();
     op->signature = request.signature;
     op->members = request.members;
     op->n = request.members->size();
     op->me = request.members->me;
     prepare(*op, request, eager_bytes_);
-    op->id = ++last_id_;
     op->key = request.signature.key(request.dims_hash);
+    op->group_uid = request.group_uid;
+    if (settings_.strict && in_flight_under(op->key) && op->signature.kind != OpKind::send &&
+        op->signature.kind != OpKind::barrier) {
+        throw std::invalid_argument(op->signature.describe() +
+                                    " is in flight already, and nothing tells this call from it (strict=True): name "
+                                    "them with torchext.tag, or wait for the first");
+    }
+    op->id = ++last_id_;
     op->issued = now();
     op->deadline = op->issued + request.timeout;
     op->keepalive = request.keepalive;
@@ -63,6 +72,12 @@ OpPtr Engine::issue_locked(const Request& request, bool will_wait) {
     }
     wake_touched();
     return op;
+}
+
+bool Engine::in_flight_under(std::uint64_t key) const {
+    return std::any_of(ops_.begin(), ops_.end(), [&](const auto& item) {
+        return item.second->key == key && !item.second->done;
+    });
 }
 
 void Engine::send_join(Op& op, int member) {
@@ -128,6 +143,7 @@ void Engine::send_join(Op& op, int member) {
 void Engine::join(const OpPtr& op, int member, const Unexpected& call, const std::byte* payload) {
     const int p = op->world_rank(member);
     auto& state = op->peers[at(member)];
+    if (op->num_waiting != 0 || op->notify) stir();
     state.joined = true;
     state.id = call.id;
     peers_[at(p)].eager_ahead -= state.eager_bytes;
@@ -140,7 +156,7 @@ void Engine::join(const OpPtr& op, int member, const Unexpected& call, const std
     } else if (!op->signature.same_call(call.signature) || call.send_bytes != op->recv[at(member)].bytes ||
                call.recv_bytes != op->send[at(member)].bytes) {
         fail(op, Code::mismatch,
-             "rank " + std::to_string(p) + " called " + call.signature.describe() + ", which sends this rank " +
+             name(p) + " called " + call.signature.describe() + ", which sends this rank " +
                  std::to_string(call.send_bytes) + " bytes where it expects " +
                  std::to_string(op->recv[at(member)].bytes) + ", and expects " + std::to_string(call.recv_bytes) +
                  " where it sends " + std::to_string(op->send[at(member)].bytes),
@@ -162,6 +178,7 @@ void Engine::join(const OpPtr& op, int member, const Unexpected& call, const std
 void Engine::receive(const OpPtr& op, int member, const std::byte* payload, std::size_t bytes) {
     auto& state = op->peers[at(member)];
     if (state.have || bytes != op->recv[at(member)].bytes) return;
+    if (op->num_waiting != 0 || op->notify) stir();
     std::memcpy(op->recv[at(member)].data, payload, bytes);
     state.have = true;
     --op->num_pending_recvs;
@@ -190,6 +207,7 @@ void Engine::settle(const OpPtr& op) {
 }
 
 void Engine::finish(const OpPtr& op) {
+    if (op->num_waiting != 0 || op->notify) stir();
     op->done = true;
     op->finished_at = now();
     --num_active_;
@@ -257,6 +275,9 @@ bool Engine::drain(int p) {
                 break;
             case RecordKind::fail:
                 on_fail(p, *reinterpret_cast<const FailRecord*>(record));
+                break;
+            case RecordKind::verdict:
+                on_verdict(*reinterpret_cast<const VerdictRecord*>(record));
                 break;
             case RecordKind::pad:
                 break;
@@ -374,6 +395,7 @@ bool Engine::send_late(const OpPtr& op) {
         std::memcpy(data + 1, payload.data, payload.bytes);
         peer.out.publish();
         touched_.add(p);
+        if (op->num_waiting != 0 || op->notify) stir();
         state.sent = true;
         --op->num_pending_sends;
         moved = true;

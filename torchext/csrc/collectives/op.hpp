@@ -36,13 +36,14 @@ struct Members {
     int me = -1;
 };
 
-enum class Code : std::uint32_t { none, timeout, peer_died, peer_left, mismatch, aborted, peer_failed };
+enum class Code : std::uint32_t { none, timeout, peer_died, peer_left, mismatch, aborted, peer_failed, deadlock };
 
 // What a caller asks for. `in` and `out` have one span for each member, or one span that is cut into equal parts where
 // the collective needs one for each member.
 struct Request {
     Signature signature;
     std::uint64_t dims_hash = 0;
+    std::uint64_t group_uid = 0;  // signature.group, but for point-to-point calls
     std::shared_ptr<const Members> members;
     std::vector<Span> in;
     std::vector<Span> out;
@@ -74,6 +75,7 @@ struct Op {
     std::uint64_t id = 0;
     Signature signature;
     std::uint64_t key = 0;
+    std::uint64_t group_uid = 0;
     std::shared_ptr<const Members> members;
     int me = 0;
     int n = 0;
@@ -114,6 +116,7 @@ struct Op {
 
     bool done = false;  // successful or not; from then on the buffers are not touched
     bool notify = false;
+    int num_waiting = 0;  // threads
     void* keepalive = nullptr;
     Code code = Code::none;
     std::string error;
@@ -122,6 +125,11 @@ struct Op {
 
     int world_rank(int index) const { return members->rank(index); }
     bool all_joined() const { return num_joined == n - 1; }
+    // Whether the call cannot end before the member has joined.
+    bool needs(int member) const {
+        const Peer& peer = peers[static_cast<std::size_t>(member)];
+        return !peer.joined && (needs_all_joined || staged || !peer.have || !peer.sent);
+    }
     bool leads() const { return me == 0; }
 };
 
@@ -257,10 +265,10 @@ inline void prepare(Op& op, const Request& r, std::size_t eager_bytes) {
             op.needs_all_joined = true;
             break;
         case OpKind::send:
-            if (is_root) {
-                op.send[static_cast<std::size_t>(s.peer)] = only(r.in, "the tensor");
+            if (op.me == 0) {  // between these two alone, of whom the sender is the first
+                op.send[1] = only(r.in, "the tensor");
             } else {
-                op.recv[static_cast<std::size_t>(s.root)] = only(r.out, "the tensor");
+                op.recv[0] = only(r.out, "the tensor");
             }
             break;
     }

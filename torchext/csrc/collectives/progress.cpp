@@ -9,7 +9,7 @@ void Engine::start(const OpPtr& op, std::byte* block) {
     op->block = block;
     op->layout = layout_of(*op);
     op->granted = true;
-    op->patience = kBasePatience;
+    op->patience = settings_.patience;
     op->context.sent.assign(at(op->n), 0);
     op->context.received.assign(at(op->n), 0);
     op->context.spread_got.assign(at(op->n), 0);
@@ -140,7 +140,7 @@ bool Engine::run_queue() {
             }
             if (done != 0) {
                 stats_.primitives += static_cast<std::uint64_t>(done);
-                op->patience = std::clamp(5 * polls, kBasePatience, kMaxPatience);
+                op->patience = std::clamp(5 * polls, settings_.patience, max_patience_);
                 polls = 0;
                 moved = true;
                 wake_touched();
@@ -152,7 +152,7 @@ bool Engine::run_queue() {
             if (alone || ++polls > (is_head ? 5 * op->patience : op->patience)) {
                 if (!alone) {
                     ++stats_.preemptions;
-                    op->patience = kBasePatience;
+                    op->patience = settings_.patience;
                 }
                 break;
             }
@@ -247,29 +247,38 @@ void Engine::sleep(std::unique_lock<std::mutex>& lock) {
     cell.sleeping.store(0, std::memory_order_relaxed);  // a needless wake-up does no harm
 }
 
-bool Engine::wait_locked(std::unique_lock<std::mutex>& lock, const OpPtr& op, Nanoseconds deadline,
-                 const std::function<bool()>& interrupted) {
+Waited Engine::wait_locked(std::unique_lock<std::mutex>& lock, const OpPtr& op, Nanoseconds deadline,
+                           const Caller& caller, bool deferrable) {
+    Waiter waiter{op, deferrable, now(), static_cast<std::uint64_t>(pthread_self())};
+    stir();
+    waiters_.push_back(&waiter);
+    ++op->num_waiting;
     ++num_waiting_;
     bool stopped = false;
-    while (!op->done && !stopped) {
+    const auto over = [&] { return op->done || waiter.deferred; };
+    while (!over() && !stopped) {
         if (!driving_) {
             driving_ = true;
-            const Drive why = drive(lock, [&] { return op->done; });
+            const Drive why = drive(lock, over);
             driving_ = false;
             if (why == Drive::stopped) break;
         } else {
             ++num_wanting_;
             if (in_background_) wake_local();
-            changed_.wait_for(lock, std::chrono::nanoseconds(kCheckInterval),
-                              [&] { return op->done || !driving_; });
+            changed_.wait_for(lock, std::chrono::nanoseconds(kCheckInterval), [&] { return over() || !driving_; });
             --num_wanting_;
         }
-        if (op->done) break;
+        if (over()) break;
         lock.unlock();
-        const bool interrupt = interrupted();
+        const bool interrupt = caller.interrupted();
         lock.lock();
-        stopped = interrupt || now() > deadline;
+        const Nanoseconds t = now();
+        stopped = interrupt || t > deadline;
+        if (!over() && !stopped && caller.look && t - waiter.since > kBlockedAfter) consider(lock, waiter, caller);
     }
+    stir();
+    waiters_.erase(std::find(waiters_.begin(), waiters_.end(), &waiter));
+    --op->num_waiting;
     --num_waiting_;
     if (!driving_ && num_active_ != 0) {
         if (num_waiting_ != 0) {
@@ -278,7 +287,7 @@ bool Engine::wait_locked(std::unique_lock<std::mutex>& lock, const OpPtr& op, Na
             background_.notify_one();
         }
     }
-    return op->done;
+    return op->done ? Waited::done : waiter.deferred ? Waited::deferred : Waited::expired;
 }
 
 void Engine::run_thread() {

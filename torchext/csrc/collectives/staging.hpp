@@ -24,12 +24,12 @@ enum class Flow : std::uint8_t {
 class StageLayout {
 public:
     StageLayout() = default;
-    StageLayout(Flow flow, int n, std::size_t budget) : n_(static_cast<std::size_t>(n)) {
+    StageLayout(Flow flow, int n, std::size_t budget, std::size_t max_chunk) : n_(static_cast<std::size_t>(n)) {
         has_pairs_ = flow != Flow::spread;
         has_spread_ = flow != Flow::exchange;
         const std::size_t lanes = (has_pairs_ ? n_ * n_ : 0) + (has_spread_ ? n_ : 0);
         std::size_t chunk = budget / lanes / kSlots / 4096 * 4096;
-        chunk_ = chunk < kMinChunk ? kMinChunk : chunk > kMaxChunk ? kMaxChunk : chunk;
+        chunk_ = chunk < kMinChunk ? kMinChunk : chunk > max_chunk ? max_chunk : chunk;
         counters_ = n_ + 3 * n_ * n_ + n_;
         data_ = round_up(counters_ * kLine, 4096);
         total_ = data_ + lanes * lane_bytes();
@@ -37,7 +37,6 @@ public:
 
     static constexpr std::size_t kSlots = 4;
     static constexpr std::size_t kMinChunk = 4096;
-    static constexpr std::size_t kMaxChunk = 128 << 10;
 
     std::size_t chunk() const { return chunk_; }
     std::size_t total() const { return total_; }

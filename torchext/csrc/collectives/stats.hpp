@@ -17,6 +17,8 @@ struct Stats {
     std::uint64_t sleeps = 0;            // waits on the doorbell
     std::uint64_t wakes = 0;             // doorbells rung for others
     std::uint64_t grants_deferred = 0;   // that had to wait for staging memory
+    std::uint64_t deadlocks = 0;         // in which this rank was found
+    std::uint64_t deferred = 0;          // waits that were put off to the first use, to resolve one
     std::uint64_t max_queue_depth = 0;   // most collectives in flight at once
 };
 

@@ -11,7 +11,7 @@
 
 namespace torchext::collectives {
 
-enum class RecordKind : std::uint8_t { pad = 0, join, data, grant, fail };
+enum class RecordKind : std::uint8_t { pad = 0, join, data, grant, fail, verdict };
 
 // "I have issued this collective", with what the receiver needs of my input where it is small. Then follow the tag
 // and, from the next multiple of 16 on, the payload.
@@ -62,6 +62,16 @@ struct FailRecord {  // then follows text
     std::uint32_t unused;
 };
 static_assert(sizeof(FailRecord) % 16 == 0);
+
+// Tells a rank that it is in a deadlock; then follows text.
+struct VerdictRecord {
+    RecordHeader header;
+    std::uint64_t version;  // of the report of the receiver that it is about; it holds for no other
+    std::uint64_t members;  // how many world ranks come after the text
+    std::uint32_t code;     // a Code: how the calls fail, or none: those that can are deferred
+    std::uint32_t text_bytes;
+};
+static_assert(sizeof(VerdictRecord) % 16 == 0);
 
 inline const std::byte* payload_of(const JoinRecord& record) {
     return reinterpret_cast<const std::byte*>(&record) + sizeof(JoinRecord) + round_up(record.tag_bytes, 16);
