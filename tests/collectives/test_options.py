@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import torchext
+from tests.ranks import Rank, run_ranks, start_ranks
 from torchext.collectives import CollectiveError, Options
 
 
@@ -64,3 +69,68 @@ def test_options_of_two_ranks_are_compared() -> None:
     Options(strict=True).require_equal(there, 0)
     with pytest.raises(CollectiveError, match="strict is False here and True there"):
         Options().require_equal(there, 0)
+
+
+def strict(rank: Rank) -> None:
+    x, y = torch.ones(3), torch.ones(3)
+    if rank.rank == 0:
+        work = dist.all_reduce(x, async_op=True)  # in flight until the other has called it too
+        with pytest.raises(ValueError, match=r"all_reduce\(sum, float32, shape \(3,\)\) is in flight already.*tag"):
+            dist.all_reduce(y, async_op=True)
+        with torchext.tag("y"):
+            other = dist.all_reduce(y, async_op=True)
+        dist.barrier()
+    else:
+        dist.barrier()
+        work = dist.all_reduce(x, async_op=True)
+        with torchext.tag("y"):
+            other = dist.all_reduce(y, async_op=True)
+    work.wait()
+    other.wait()
+    assert x[0] == y[0] == 2
+
+
+def differ(rank: Rank) -> str:
+    with pytest.raises(CollectiveError, match="options differ from those of rank 0: patience is 7 here and 80 there"):
+        dist.init_process_group(
+            "dfccl",
+            store=rank.store,
+            rank=rank.rank,
+            world_size=2,
+            timeout=timedelta(seconds=20),
+            pg_options=Options(patience=7) if rank.rank else Options(),
+        )
+    return "told"
+
+
+def small_arena(rank: Rank) -> dict[str, int]:
+    """More in flight than fits into the smallest arena, in small chunks: it takes turns."""
+    xs = [torch.full((200_000,), float(i)) for i in range(12)]
+    works = []
+    for i in range(12) if rank.rank == 0 else reversed(range(12)):
+        with torchext.tag(str(i)):
+            works.append(dist.all_reduce(xs[i], async_op=True))
+    for work in works:
+        work.wait()
+    assert all(bool((x == 2 * i).all()) for i, x in enumerate(xs))
+    found: dict[str, int] = dist.group.WORLD.stats()  # type: ignore[union-attr]
+    return found
+
+
+def test_strict_refuses_a_second_call_that_nothing_tells_from_one_in_flight() -> None:
+    run_ranks(strict, 2, backend="dfccl", env={"TORCHEXT_DFCCL_STRICT": "1"})
+
+
+def test_ranks_whose_options_differ_are_told_both_values() -> None:
+    with start_ranks(differ, 2, store="tcp", deadline_s=60) as ranks:
+        outcomes = ranks.wait()
+    assert outcomes[1].value == "told", str(outcomes[1])
+    assert outcomes[0].kind == "raised" or outcomes[0].value == "told"
+
+
+def test_arena_and_chunk_sizes_change_how_much_moves_at_once() -> None:
+    env = {"TORCHEXT_DFCCL_ARENA_BYTES": "1M", "TORCHEXT_DFCCL_CHUNK_BYTES": "4K"}
+    small = run_ranks(small_arena, 2, backend="dfccl", env=env)
+    usual = run_ranks(small_arena, 2, backend="dfccl")
+    assert small[0]["primitives"] > 4 * usual[0]["primitives"]
+    assert sum(s["grants_deferred"] for s in small) > 0

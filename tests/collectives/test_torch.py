@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchext  # noqa: F401  registers the backend
 from tests.ranks import Rank, run_ranks
-from torchext.collectives import CollectiveTimeoutError
+from torchext.collectives import CollectiveTimeoutError, name_tensors
 
 Tensor = torch.Tensor
 
@@ -177,6 +177,56 @@ def attributes(rank: Rank) -> None:
     assert stats["issued"] == stats["completed"] + stats["failed"]
 
 
+def premultiplied(rank: Rank) -> None:
+    for n in (5, 70_000):
+        half = dist._make_nccl_premul_sum(0.5)
+        x = torch.full((n,), 2.0 + rank.rank)
+        dist.all_reduce(x, half)
+        assert torch.equal(x, torch.full((n,), 2.5))
+        x = torch.full((n,), 2.0 + rank.rank)
+        dist.all_reduce(x, dist._make_nccl_premul_sum(torch.tensor([1.0 + rank.rank])), async_op=True).wait()
+        assert torch.equal(x, torch.full((n,), 8.0))  # each rank has its own factor: 1 * 2 + 2 * 3
+        out = torch.empty(n)
+        dist.reduce_scatter(out, [torch.full((n,), 4.0), torch.full((n,), 8.0)], half)
+        assert torch.equal(out, torch.full((n,), 4.0 + 4 * rank.rank))
+    with pytest.raises(ValueError, match="floating-point"):
+        dist.all_reduce(torch.ones(2, dtype=torch.int64), half)
+
+
+def split(rank: Rank) -> None:
+    group = dist.group.WORLD.split_group([1, 0], group_desc="turned")  # type: ignore[union-attr]
+    assert group.rank() == 1 - rank.rank
+    x = torch.full((3,), float(rank.rank))
+    group.broadcast([x], root=0).wait()
+    assert x[0] == 1
+    alone = dist.group.WORLD.split_group([1])  # type: ignore[union-attr]
+    assert (alone is None) == (rank.rank == 0)
+    with pytest.raises(RuntimeError, match="split"):  # torch refuses CPU groups before it asks
+        dist.split_group(split_ranks=[[0, 1]])
+
+
+def named(rank: Rank) -> None:
+    """Hooks fire in another order on each rank; the names of gradients of one shape keep them apart."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.Linear(4, 4, bias=False) for _ in range(3))
+    name_tensors(model)
+    works = []
+
+    def reduce(parameter: Tensor) -> None:
+        works.append(dist.all_reduce(parameter.grad, async_op=True))
+
+    for layer in model:
+        layer.weight.register_post_accumulate_grad_hook(reduce)
+    x = torch.ones(1, 4)
+    order = [0, 1, 2] if rank.rank == 0 else [1, 2, 0]
+    for i in order:  # backward of one branch after the other
+        (model[i](x).sum() * (i + 1) * (rank.rank + 1)).backward()
+    for work in works:
+        work.wait()
+    for i, layer in enumerate(model):
+        assert torch.equal(layer.weight.grad, torch.full((4, 4), 3.0 * (i + 1)))
+
+
 PROGRAMS: list[Callable[[Rank], None]] = [
     objects,
     coalesced,
@@ -184,6 +234,9 @@ PROGRAMS: list[Callable[[Rank], None]] = [
     not_contiguous,
     futures,
     from_cpp,
+    premultiplied,
+    split,
+    named,
 ]
 
 

@@ -16,9 +16,10 @@ from torchext.collectives.errors import (
     DeadlockError,
     PeerLostError,
 )
+from torchext.collectives.explain import explain, explain_on_signal
 from torchext.collectives.options import Options
 from torchext.collectives.process_group import ProcessGroup
-from torchext.collectives.tags import tag
+from torchext.collectives.tags import name_tensors, tag
 from torchext.collectives.threads import without_collectives
 
 __all__ = [
@@ -30,6 +31,9 @@ __all__ = [
     "Options",
     "PeerLostError",
     "ProcessGroup",
+    "explain",
+    "explain_on_signal",
+    "name_tensors",
     "tag",
     "without_collectives",
 ]

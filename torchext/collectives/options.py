@@ -107,6 +107,15 @@ class Options:
             raise CollectiveError(f"its options differ from those of rank {rank}: {'; '.join(differ)}", [rank])
 
 
+def explains_on_sigusr1() -> bool:
+    """Whether the operator has asked for `explain_on_signal` by ``TORCHEXT_DFCCL_EXPLAIN_ON_SIGUSR1``."""
+    name = f"{_PREFIX}EXPLAIN_ON_SIGUSR1"
+    text = os.environ.get(name, "0").lower()
+    if text not in _TRUTH:
+        raise ValueError(f"the environment variable {name} must be true or false, got {text!r}")
+    return _TRUTH[text]
+
+
 _WORDS = {
     "engine": '"auto", "preemptive" or "ordered"',
     "on_deadlock": '"raise" or "defer"',

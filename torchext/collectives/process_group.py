@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from torchext.collectives.deferral import Deferred, deferrals
 from torchext.collectives.errors import CollectiveAbortedError, CollectiveError
-from torchext.collectives.options import Options
+from torchext.collectives.explain import explain_on_signal
+from torchext.collectives.options import Options, explains_on_sigusr1
 from torchext.collectives.sites import call_site
-from torchext.collectives.tags import current_tag
+from torchext.collectives.tags import tag_of
 from torchext.collectives.work import CallWork, DoneWork, JoinedWork, call_error
 from torchext.collectives.world import World, meet
 
@@ -65,8 +67,16 @@ _DTYPES: dict[torch.dtype, int] = {
 # The engine numbers the operations as torch does, and their hash is that number. Unlike ReduceOp.op it makes no object,
 # which is worth half a microsecond in each call.
 _NUM_REDUCE_OPS = 8
+_PREMUL_SUM = 8
 _COMPLEX_REDUCE_OPS = frozenset({0, 1})
 _DONE = DoneWork()
+
+
+class _Premultiplied(NamedTuple):
+    """The sum of the inputs, each times its member's factor."""
+
+    factor: float | Tensor
+
 
 # Where a call is to be continued: writes into buffers that are not contiguous.
 _CopyBack = list[tuple[Tensor, Tensor]]
@@ -175,6 +185,39 @@ class ProcessGroup(dist.ProcessGroup):
         """Fails what is in flight, here and on the other members, and leaves. From any thread. Idempotent."""
         self._close("the process group was aborted", abort=True)
 
+    def split_group(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroup | None:
+        """Makes a group of some members; nothing is sent. All of them call it, with equal ``ranks``.
+
+        `torch.distributed.split_group` itself refuses groups of CPU tensors before it asks; `new_group` does not.
+
+        Args:
+            ranks: Their ranks in this group, in the order of the new one.
+            timeout: As of this group if None.
+            opts: Ignored; the options of this group hold.
+            group_name: Of the new group; torch gives it.
+            group_desc: Told to people; also part of its identity.
+            device_types: Ignored.
+
+        Returns:
+            The group; None if this rank is not in it.
+        """
+        if self._rank not in ranks:
+            return None
+        seconds = timeout if timeout is not None else timedelta(seconds=self._timeout_s)
+        members = [self._ranks[rank] for rank in ranks]
+        group = ProcessGroup(self._world, list(ranks).index(self._rank), members, seconds, owns_world=False)
+        group._set_group_name(group_name or f"{self._name}/{','.join(map(str, ranks))}")
+        group._set_group_desc(group_desc or f"{self._desc}:split")
+        return group
+
     def stats(self) -> dict[str, int]:
         """Counts of this rank's engine, which its groups share, since it was made.
 
@@ -183,7 +226,8 @@ class ProcessGroup(dist.ProcessGroup):
             ``primitives``: chunks sent, received or reduced; ``preemptions``: times that a call was left with its
             context saved because a peer was busy elsewhere; ``context_switches``: turns to another call; ``spins``
             and ``sleeps``: polls in vain, and waits after them; ``wakes``: of sleeping peers; ``grants_deferred``:
-            waits for staging memory; ``queue_depth`` and ``max_queue_depth``: calls in flight now and at most.
+            waits for staging memory; ``deadlocks``: circles in which this rank was found, and ``deferred``: its waits
+            that were put off to resolve them; ``queue_depth`` and ``max_queue_depth``: calls in flight now and at most.
         """
         return self._engine.stats()
 
@@ -203,7 +247,13 @@ class ProcessGroup(dist.ProcessGroup):
         (tensor,) = _tensors(tensors)
         if isinstance(opts, dist.AllreduceOptions):
             code = self._reduce_op(opts.reduceOp)
-            if not opts.asyncOp and self._coalesced is None and tensor.is_contiguous() and tensor.dtype in _DTYPES:
+            if (
+                not opts.asyncOp
+                and self._coalesced is None
+                and isinstance(code, int)
+                and tensor.is_contiguous()
+                and tensor.dtype in _DTYPES
+            ):
                 given = opts.timeout
                 timeout_s = self._timeout_s if given.days < 0 else given.total_seconds()
                 self._require_cpu(tensor)
@@ -216,7 +266,7 @@ class ProcessGroup(dist.ProcessGroup):
                     _DTYPES[tensor.dtype],
                     size := tensor.element_size(),
                     tensor.shape,
-                    current_tag.get(),
+                    tag_of(tensor),
                     tensor.data_ptr(),
                     tensor.numel() * size,
                     timeout_s,
@@ -461,7 +511,7 @@ class ProcessGroup(dist.ProcessGroup):
         inputs: list[Tensor],
         outputs: list[Tensor],
         *,
-        reduce_op: int = _NO_REDUCE,
+        reduce_op: int | _Premultiplied = _NO_REDUCE,
         root: int = -1,
         peer: int = -1,
         identity: tuple[int, ...] | None = None,
@@ -471,6 +521,11 @@ class ProcessGroup(dist.ProcessGroup):
         message_tag: int | None = None,
     ) -> tuple[Any, _CopyBack, list[Tensor], tuple[Tensor, ...]]:
         """Turns tensors into what the engine takes; returns also what to copy back, the outputs and what to keep."""
+        tag = tag_of(like)
+        if isinstance(reduce_op, _Premultiplied):
+            if not all(t.is_floating_point() for t in inputs):
+                raise ValueError("premul_sum is defined for floating-point tensors only")
+            inputs, reduce_op = [(t.detach() * reduce_op.factor).to(t.dtype) for t in inputs], 0
         if like is not None and like.is_complex():
             if reduce_op != _NO_REDUCE and reduce_op not in _COMPLEX_REDUCE_OPS:
                 raise ValueError("complex tensors can be summed and averaged only")
@@ -510,7 +565,6 @@ class ProcessGroup(dist.ProcessGroup):
         given = timeout if timeout is not None else getattr(opts, "timeout", None)
         if given is not None and given > timedelta(0):
             timeout_s = given.total_seconds()
-        tag = current_tag.get()
         if message_tag:
             tag = f"{tag}#{message_tag}"
         request: Any = (
@@ -549,8 +603,10 @@ class ProcessGroup(dist.ProcessGroup):
         desc = f" ({self._desc})" if self._desc not in ("", "undefined") else ""
         return f"group {self._name!r}{desc} of ranks {list(self._ranks)} at rank {self._ranks[self._rank]}"
 
-    def _reduce_op(self, op: Any) -> int:
+    def _reduce_op(self, op: Any) -> int | _Premultiplied:
         code = 0 if op is None else hash(op)
+        if code == _PREMUL_SUM:
+            return _Premultiplied(op.__getstate__()[1])  # the only way to its factor
         if not 0 <= code < _NUM_REDUCE_OPS:
             raise ValueError(f'"dfccl" groups do not reduce by {getattr(op, "op", op)}')
         return code
@@ -582,6 +638,8 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroup:
     """
     if backend_options is not None and not isinstance(backend_options, Options):
         raise TypeError(f'"dfccl" takes torchext.collectives.Options as pg_options, got {backend_options!r}')
+    if explains_on_sigusr1() and threading.current_thread() is threading.main_thread():
+        explain_on_signal()
     rank: int = options.group_rank
     ranks: list[int] = list(options.global_ranks_in_group) or list(range(options.group_size))
     timeout: timedelta = options.timeout

@@ -217,6 +217,16 @@ public:
         return all;
     }
 
+    // This rank's calls in flight: since when (s), for whom, what.
+    std::vector<std::tuple<double, std::vector<int>, std::string>> pending() {
+        std::vector<std::tuple<double, std::vector<int>, std::string>> calls;
+        const Nanoseconds t = now();
+        for (const auto& b : engine_->pending()) {
+            calls.emplace_back(static_cast<double>(t - b.since) * 1e-9, b.waits_for, b.text);
+        }
+        return calls;
+    }
+
     std::vector<std::pair<int, std::string>> unanswered() { return engine_->unanswered(); }
 
     // From now on the id of the call is among the finished ones once it is done; true if it is done already.
@@ -226,6 +236,7 @@ public:
     }
 
     bool closed() { return engine_->closed(); }
+    int rank() const { return engine_->rank(); }
     std::size_t eager_bytes() const { return engine_->eager_bytes(); }
 
     // Drops what kept the buffers of finished calls alive; with the GIL.
@@ -397,10 +408,12 @@ void bind(py::module_& m) {
         .def("watch", &World::watch, py::arg("call"))
         .def("set_look", &World::set_look, py::arg("function"))
         .def("reports", &World::reports)
+        .def("pending", &World::pending)
         .def("unanswered", &World::unanswered)
         .def("stats", &World::stats)
         .def("closed", &World::closed)
         .def("release", &World::release)
+        .def_property_readonly("rank", &World::rank)
         .def_property_readonly("eager_bytes", &World::eager_bytes);
 }
 

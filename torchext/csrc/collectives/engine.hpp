@@ -121,6 +121,9 @@ public:
     // The reports of all ranks, nothing for those that have none; true for those that are gone.
     std::vector<std::pair<std::optional<Report>, bool>> reports();
 
+    // Calls of this rank that are in flight.
+    std::vector<Blocked> pending();
+
     // Calls that a peer has made and this rank has not.
     std::vector<std::pair<int, std::string>> unanswered();
 
@@ -153,6 +156,7 @@ private:
         bool has_payload = false;
         std::vector<std::byte> payload;
         Code code = Code::none;  // the peer has given up on it
+        Code cause = Code::none;
         std::string error;
         int culprit = -1;
     };
@@ -224,6 +228,7 @@ private:
     // An op stays known until it is done and every member has joined: later joins must not pair with a later call.
     void forget(const OpPtr& op);
     void forget_key(const OpPtr& op);
+    bool all_come(const Op& op) const;  // every member has joined or is lost
     std::vector<OpPtr> in_flight() const;
 
     // ---- Records ---------------------------------------------------------------------------------------------------
@@ -301,6 +306,7 @@ private:
 
     // Fails the call if it cannot end without the lost member.
     void fail_if_needed(const OpPtr& op, int member, Code code);
+    const Unexpected* given_up(const Op& op, int p) const;
 
     // `tell`: the members that have joined, or will, get to know.
     void fail(const OpPtr& op, Code code, const std::string& text, std::vector<int> culprits, bool tell);

@@ -33,6 +33,15 @@ void Engine::lose(int p, Code code) {
         const int member = op->members->index(p);
         if (member >= 0) fail_if_needed(op, member, code);
     }
+    // Failed calls that only the lost were still to join: nothing comes for them any more.
+    std::vector<OpPtr> over;
+    for (const auto& [id, op] : ops_) {
+        if (op->done && !op->all_joined() && all_come(*op)) over.push_back(op);
+    }
+    for (const auto& op : over) {
+        forget_key(op);
+        ops_.erase(op->id);
+    }
 }
 
 void Engine::fail_if_needed(const OpPtr& op, int member, Code code) {
@@ -41,6 +50,13 @@ void Engine::fail_if_needed(const OpPtr& op, int member, Code code) {
         op->staged && !(op->granted && StageLayout::finished(op->block, member).load(std::memory_order_acquire) != 0);
     if (!state.joined || !state.have || !state.sent || by_stage) {
         const int p = op->world_rank(member);
+        if (const Unexpected* other = given_up(*op, p); other != nullptr && code == Code::peer_left) {
+            fail(op, Code::mismatch,
+                 name(p) + " made another call on this group, " + other->signature.describe() +
+                     ", and has left after that had timed out: " + other->error,
+                 {p}, true);
+            return;
+        }
         fail(op, code,
              name(p) +
                  (code == Code::peer_died ? " died" : " has left (it destroyed or aborted its process group)") +
@@ -76,8 +92,21 @@ void Engine::send_fail(const Op& op, int member) {
                            ? name(rank_) + " gave up on it: " + op.error
                            : op.error;
     if (text.size() > kMaxText) text.resize(kMaxText);
+    record.cause = static_cast<std::uint32_t>(op.code);
     record.text_bytes = static_cast<std::uint32_t>(text.size());
     send_record(p, record, text);
+}
+
+// A call on the op's group that a peer made in vain, until its timeout.
+const Engine::Unexpected* Engine::given_up(const Op& op, int p) const {
+    for (const auto& [key, queue] : keys_) {
+        const auto found = queue.arrived.find(p);
+        if (found == queue.arrived.end()) continue;
+        for (const auto& call : found->second) {
+            if (call.signature.group == op.signature.group && call.cause == Code::timeout) return &call;
+        }
+    }
+    return nullptr;
 }
 
 std::vector<int> Engine::missing(const Op& op) const {
@@ -92,6 +121,11 @@ std::string Engine::absence(const Op& op) const {
     std::string text;
     for (const int p : missing(op)) {
         text += (text.empty() ? "" : "; ") + name(p) + " has not joined it" + instead(op, p);
+        if (const auto read = arena_->board(p).read()) {
+            for (const auto& b : Report::decode(read->second).blocked) {
+                if (!b.future) text += "; a thread of it waits in " + b.text;
+            }
+        }
     }
     return text.empty() ? "all members have joined it, but some do not go on (stopped?)" : text;
 }
@@ -110,6 +144,13 @@ std::string Engine::instead(const Op& op, int p) const {
     if (count > 3) text += " and " + std::to_string(count - 3) + " more";
     return text.empty() ? " and has called nothing else on this group that this rank has not"
                         : ", it has called instead " + text;
+}
+
+std::vector<Blocked> Engine::pending() {
+    std::vector<Blocked> calls;
+    std::lock_guard lock(mutex_);
+    for (const auto& op : in_flight()) calls.push_back(blocked(*op));
+    return calls;
 }
 
 std::vector<std::pair<int, std::string>> Engine::unanswered() {

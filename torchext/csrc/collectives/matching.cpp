@@ -83,6 +83,7 @@ bool Engine::in_flight_under(std::uint64_t key) const {
 void Engine::send_join(Op& op, int member) {
     const int p = op.world_rank(member);
     Peer& peer = peers_[at(p)];
+    if (peer.lost != Code::none) return;  // nobody reads it; the call fails for it
     auto& state = op.peers[at(member)];
     const Span payload = state.sent ? Span{} : op.send[at(member)];
     const std::size_t tag = std::min(op.signature.tag.size(), kMaxTag);
@@ -227,7 +228,12 @@ void Engine::finish(const OpPtr& op) {
         finished_.notify_all();
     }
     if (num_waiting_ > 1 || (num_waiting_ == 1 && in_background_)) changed_.notify_all();
-    if (op->all_joined()) forget(op);
+    if (op->all_joined()) {
+        forget(op);
+    } else if (all_come(*op)) {
+        forget_key(op);
+        ops_.erase(op->id);
+    }
 }
 
 void Engine::forget(const OpPtr& op) {
@@ -239,8 +245,16 @@ void Engine::forget_key(const OpPtr& op) {
     const auto found = keys_.find(op->key);
     if (found == keys_.end()) return;
     auto& posted = found->second.posted;
-    posted.erase(std::find(posted.begin(), posted.end(), op));
+    const auto place = std::find(posted.begin(), posted.end(), op);
+    if (place != posted.end()) posted.erase(place);
     if (posted.empty() && found->second.arrived.empty()) keys_.erase(found);
+}
+
+bool Engine::all_come(const Op& op) const {
+    for (int m = 0; m < op.n; ++m) {
+        if (m != op.me && !op.peers[at(m)].joined && peers_[at(op.world_rank(m))].lost == Code::none) return false;
+    }
+    return true;
 }
 
 std::vector<OpPtr> Engine::in_flight() const {
@@ -350,6 +364,7 @@ void Engine::on_fail(int p, const FailRecord& record) {
         for (auto& call : found->second) {
             if (call.id != record.id) continue;
             call.code = code;
+            call.cause = static_cast<Code>(record.cause);
             call.error = text;
             call.culprit = record.culprit;
             return;

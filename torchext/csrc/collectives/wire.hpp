@@ -59,7 +59,7 @@ struct FailRecord {  // then follows text
     std::uint32_t code;
     std::uint32_t text_bytes;
     std::int32_t culprit;  // world rank
-    std::uint32_t unused;
+    std::uint32_t cause;   // a Code: why the sender's own call failed
 };
 static_assert(sizeof(FailRecord) % 16 == 0);
 
