@@ -111,13 +111,13 @@ def data(step: Step, member: int, part: int = 0) -> Tensor:
     return torch.arange(start, start + step.size, dtype=DTYPE) % 10_007
 
 
-def issue(step: Step, rank: int, group: Any) -> tuple[Any, list[Tensor], list[Tensor]]:
-    """Issues a step; returns the work, where its results will be and what they must be."""
+def issue(step: Step, rank: int, group: Any, *, blocking: bool = False) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """Issues a step; returns the work (None if blocking), where its results will be and what they must be."""
     n, me = len(step.members), step.members.index(rank)
     mine, root = data(step, me), step.members[step.root]
     everyone = [data(step, m) for m in range(n)]
     total = torch.stack(everyone).sum(0)
-    options: dict[str, Any] = {"group": group, "async_op": True}
+    options: dict[str, Any] = {"group": group, "async_op": not blocking}
     if step.kind == "all_reduce":
         return dist.all_reduce(mine, **options), [mine], [total]
     if step.kind == "reduce":
@@ -148,9 +148,11 @@ def issue(step: Step, rank: int, group: Any) -> tuple[Any, list[Tensor], list[Te
         work = dist.all_to_all_single(out, torch.cat([data(step, me, c) for c in range(n)]), **options)
         return work, [out], [torch.cat([data(step, m, me) for m in range(n)])]
     if step.kind == "send":
+        peer, out = step.members[step.peer], torch.full_like(mine, -1)
         if me == step.root:
-            return dist.isend(mine, step.members[step.peer], group), [], []
-        return dist.irecv(out := torch.full_like(mine, -1), root, group), [out], [data(step, step.root)]
+            return (dist.send(mine, peer, group) if blocking else dist.isend(mine, peer, group)), [], []
+        work = dist.recv(out, root, group) if blocking else dist.irecv(out, root, group)
+        return work, [out], [data(step, step.root)]
     return dist.barrier(**options), [], []
 
 

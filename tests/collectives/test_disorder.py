@@ -1,10 +1,11 @@
-"""Programs that issue collectives in a different order on each rank, asynchronously, end with the right values."""
+"""Random programs that issue collectives in a different order on each rank end as a model says."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.collectives.fuzz import run_programs
+from tests.collectives.fuzz_blocking import run_programs as run_blocking
 from tests.ranks import run_ranks
 
 
@@ -14,3 +15,19 @@ def test_random_programs_end_with_the_values_of_the_model(world_size: int, reque
     results = run_ranks(run_programs, world_size, seed, 100, 30.0, backend="dfccl", deadline_s=100)
     assert sum(stats["issued"] for stats in results) > 100 * world_size
     assert all(stats["staged"] for stats in results)
+
+
+@pytest.mark.parametrize(("world_size", "on_deadlock"), [(3, "raise"), (2, "defer")])
+def test_blocking_programs_end_as_the_model_says(
+    world_size: int, on_deadlock: str, request: pytest.FixtureRequest
+) -> None:
+    seed = 1_000_000 * request.config.getoption("--seed")
+    results = run_ranks(run_blocking, world_size, seed, 30, on_deadlock, store="tcp", deadline_s=100)
+    assert sum(counts["stuck"] for counts in results) > 0 or on_deadlock == "defer"
+    assert sum(counts["deferred"] for counts in results) > 0 or on_deadlock == "raise"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ten_thousand_programs_end_with_the_values_of_the_model(world_size: int) -> None:
+    run_ranks(run_programs, world_size, 5_000_000, 10_000, 60.0, backend="dfccl", deadline_s=3000)
