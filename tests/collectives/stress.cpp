@@ -1,7 +1,8 @@
 // The engine under a sanitizer: ranks are threads of one process here, so that it sees both ends of every exchange.
 //
-//   g++ -std=c++20 -O1 -g -fsanitize=thread -pthread -o stress \
-//       tests/collectives/stress.cpp torchext/csrc/collectives/{engine,matching,progress,faults,reduce}.cpp
+//   core=torchext/csrc/collectives
+//   g++ -std=c++20 -O1 -g -fsanitize=thread -pthread -o stress tests/collectives/stress.cpp
+//     $core/{engine,matching,progress,faults,deadlock,reduce}.cpp      (all of it one line)
 //   ./stress 3 200
 //
 // or with -fsanitize=address,undefined. Arguments: ranks, programs. Ends with status 0 if all values are right.
@@ -63,8 +64,10 @@ void check(const Running& r, std::size_t number, int rank, int world) {
 }
 
 void run_rank(std::shared_ptr<Arena> arena, int rank, int world, int programs) {
-    Engine engine(std::move(arena), rank);
+    Engine engine(std::move(arena), rank, Settings{80, /*defer=*/true, false, {}});
     const auto never = [] { return false; };
+    Caller caller;
+    caller.interrupted = never;
     if (!engine.meet(30 * kSecond, never).empty()) std::abort();
     std::vector<int> ranks(static_cast<std::size_t>(world));
     std::iota(ranks.begin(), ranks.end(), 0);
@@ -107,7 +110,7 @@ void run_rank(std::shared_ptr<Arena> arena, int rank, int world, int programs) {
         // Two threads wait, so that they contend for driving.
         auto wait = [&](std::size_t from) {
             for (std::size_t i = from; i < running.size(); i += 2) {
-                engine.wait(running[i].op, now() + 60 * kSecond, never);
+                engine.wait(running[i].op, now() + 60 * kSecond, caller, false);
                 check(running[i], i, rank, world);
             }
         };
@@ -115,17 +118,43 @@ void run_rank(std::shared_ptr<Arena> arena, int rank, int world, int programs) {
         wait(0);
         other.join();
     }
+    // Each rank begins with its right neighbour: a circle, which is found and resolved.
+    caller.look = [](auto...) { return Caller::Sight{"here", true}; };
+    for (int round = 0; round < 3; ++round) {
+        std::vector<std::int64_t> values(2, rank + 1);
+        std::vector<OpPtr> ops;
+        for (const int side : {0, 1}) {
+            const int left = side == 0 ? rank : (rank + world - 1) % world;
+            Request request;
+            request.signature.kind = OpKind::all_reduce;
+            request.signature.reduce_op = ReduceOp::sum;
+            request.signature.dtype = static_cast<std::uint8_t>(DType::i64);
+            request.signature.group = request.group_uid = 10 + static_cast<std::uint64_t>(left);
+            request.members = std::make_shared<Members>(std::vector<int>{left, (left + 1) % world}, world, rank);
+            auto* value = reinterpret_cast<std::byte*>(&values[static_cast<std::size_t>(side)]);
+            request.in = request.out = {{value, sizeof(std::int64_t)}};
+            request.item_bytes = sizeof(std::int64_t);
+            request.timeout = 60 * kSecond;
+            ops.push_back(engine.run(request, caller).first);
+        }
+        for (const int side : {0, 1}) {
+            if (engine.wait(ops[static_cast<std::size_t>(side)], now() + 60 * kSecond, caller, false) != Waited::done) std::abort();
+            const int left = side == 0 ? rank : (rank + world - 1) % world;
+            if (values[static_cast<std::size_t>(side)] != left + 1 + (left + 1) % world + 1) std::abort();
+        }
+    }
     const auto stats = engine.stats().first;
-    std::printf("rank %d: %llu calls, %llu preemptions\n", rank, static_cast<unsigned long long>(stats.completed),
-                static_cast<unsigned long long>(stats.preemptions));
+    std::printf("rank %d: %llu calls, %llu preemptions, %llu deadlocks\n", rank,
+                static_cast<unsigned long long>(stats.completed), static_cast<unsigned long long>(stats.preemptions),
+                static_cast<unsigned long long>(stats.deadlocks));
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-    const int world = argc > 1 ? std::atoi(argv[1]) : 3;
+    const int world = argc > 1 ? std::atoi(argv[1]) : 3;  // three or more: two have one group in the circle
     const int programs = argc > 2 ? std::atoi(argv[2]) : 100;
-    auto arena = Arena::create(world, 64 << 10, 16 << 20, 1);
+    auto arena = Arena::create(world, 64 << 10, 16 << 20, 128 << 10, 1);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < world; ++rank) threads.emplace_back(run_rank, arena, rank, world, programs);
     for (auto& thread : threads) thread.join();
