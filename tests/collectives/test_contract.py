@@ -59,7 +59,7 @@ def reduced(inputs: list[Tensor], op: Any) -> Tensor:
     for x in inputs[1:]:
         total = combine(total, x.to(wide))
     if op == Op.AVG:
-        total = total / len(inputs)
+        total = total / len(inputs) if wide.is_floating_point else total.div(len(inputs), rounding_mode="trunc")
     return total.to(dtype)
 
 
@@ -67,7 +67,7 @@ def defined(op: Any, dtype: torch.dtype) -> bool:
     if dtype.is_complex:
         return op in (Op.SUM, Op.AVG)
     if op == Op.AVG:
-        return dtype.is_floating_point
+        return dtype != torch.bool
     return op not in (Op.BAND, Op.BOR, Op.BXOR) or not dtype.is_floating_point
 
 

@@ -254,7 +254,7 @@ def test_a_message_of_another_size_is_told_at_once() -> None:
 def refuse(rank: Rank) -> None:
     init(rank)
     with pytest.raises(ValueError, match="'avg' is not defined"):
-        dist.all_reduce(torch.ones(3, dtype=torch.int64), dist.ReduceOp.AVG)
+        dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
     with pytest.raises(ValueError, match="'band' is not defined"):
         dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
     with pytest.raises(ValueError, match="add up to its first dimension"):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from torchext.collectives.compiling import run_as_written
 from torchext.collectives.deferral import Deferred, deferrals
 from torchext.collectives.errors import CollectiveAbortedError, CollectiveError
 from torchext.collectives.explain import explain_on_signal
@@ -101,7 +102,8 @@ class ProcessGroup(dist.ProcessGroup):
     `init_process_group` work; no shared memory stays, whatever dies.
 
     ``bool`` is a logical value: sum and max mean "or", product and min "and". Half-precision values are added up in
-    float32 and rounded once, with equal bits on each rank; no run depends on timing. Averages of integers are refused.
+    float32 and rounded once, with equal bits on each rank; no run depends on timing. Averages of integers are rounded
+    towards zero, as over NCCL.
 
     Thread-safe. A forked child cannot use it.
 
@@ -651,6 +653,9 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroup:
             return ProcessGroup(default._world, rank, ranks, timeout, owns_world=False)
     world = meet(options.store, rank, ranks, timeout, backend_options or Options())
     return ProcessGroup(world, rank, ranks, timeout, owns_world=True)
+
+
+run_as_written(ProcessGroup)
 
 
 def _tensors(tensors: Any) -> Sequence[Tensor]:

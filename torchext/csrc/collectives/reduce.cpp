@@ -208,6 +208,10 @@ void reduce(void* dst_, const void* const* src, int num_src, std::size_t n, int 
         }
         if constexpr (op == ReduceOp::avg && std::is_floating_point_v<A>) {
             for (std::size_t i = 0; i < m; ++i) acc[i] = acc[i] / static_cast<A>(world);
+        } else if constexpr (op == ReduceOp::avg) {  // towards zero, as over NCCL; the size may not fit into A
+            for (std::size_t i = 0; i < m; ++i) {
+                acc[i] = static_cast<A>(static_cast<std::int64_t>(acc[i]) / static_cast<std::int64_t>(world));
+            }
         }
         store<T, A>(dst + begin, acc, m);
     }
@@ -242,8 +246,7 @@ ReduceKernel kernel_for(ReduceOp op) {
             case ReduceOp::max:
                 return &reduce<T, ReduceOp::max>;
             case ReduceOp::avg:
-                if constexpr (!integral) return &reduce<T, ReduceOp::avg>;
-                return nullptr;
+                return &reduce<T, ReduceOp::avg>;
             case ReduceOp::band:
                 if constexpr (integral) return &reduce<T, ReduceOp::band>;
                 return nullptr;
