@@ -25,7 +25,7 @@ _SUBPACKAGES = frozenset({"callbacks", "collectives", "losses", "scheduling"})
 
 
 def _create_dfccl(options: Any, backend_options: Any) -> Any:
-    from torchext.collectives.process_group import create
+    from torchext.collectives.create import create
 
     return create(options, backend_options)
 

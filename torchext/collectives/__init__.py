@@ -18,6 +18,7 @@ from torchext.collectives.errors import (
 )
 from torchext.collectives.explain import explain, explain_on_signal
 from torchext.collectives.options import Options
+from torchext.collectives.ordered import OrderedProcessGroup, wrap
 from torchext.collectives.process_group import ProcessGroup
 from torchext.collectives.tags import name_tensors, tag
 from torchext.collectives.threads import without_collectives
@@ -29,6 +30,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "DeadlockError",
     "Options",
+    "OrderedProcessGroup",
     "PeerLostError",
     "ProcessGroup",
     "explain",
@@ -36,4 +38,5 @@ __all__ = [
     "name_tensors",
     "tag",
     "without_collectives",
+    "wrap",
 ]

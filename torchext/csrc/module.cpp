@@ -25,4 +25,5 @@ PYBIND11_MODULE(_native, m) {
 
     auto collectives = m.def_submodule("collectives", "The engine of torchext.collectives; Linux only.");
     torchext::collectives::bind(collectives);
+    torchext::collectives::bind_order(collectives);
 }

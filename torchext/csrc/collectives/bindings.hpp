@@ -6,5 +6,6 @@
 namespace torchext::collectives {
 
 void bind(pybind11::module_& m);
+void bind_order(pybind11::module_& m);
 
 }  // namespace torchext::collectives

@@ -1,0 +1,325 @@
+"""Launches collectives on other backends in one order, the same on all ranks."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from torchext.collectives.errors import CollectiveError
+from torchext.collectives.work import CallSite
+
+if TYPE_CHECKING:
+    from torchext._native import collectives as native
+
+
+class Fallible(Protocol):
+    """A group, as the sequencer needs it."""
+
+    def on_fallen(self, rank: int) -> None:
+        """A member has died or aborted. In the sequencer's own thread."""
+
+    def leave(self, reason: str, *, aborted: bool) -> None: ...
+
+
+class Sequencer:
+    """Puts the collectives of all ordered groups of this process into the order that csrc/collectives/order.hpp finds.
+
+    There is one in a process, from its first ordered group to its last: groups that share members need one order, and
+    no group knows which others will overlap with it. Thread-safe.
+    """
+
+    def __init__(self) -> None:
+        from torchext._native import collectives as native
+
+        self.native = native.Orderer()
+        self._launching = threading.RLock()  # held from taking a collective out of the order until it is launched
+        self._lock = threading.Lock()
+        self._groups: dict[int, tuple[native.OrderGroup, Fallible]] = {}  # guarded by _lock
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._serve, name="dfccl-order", daemon=True)
+        self._thread.start()
+        _forget_after_fork(weakref.ref(self.native))
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of the one whose sequencer it is."""
+        return os.getpid() != self._pid
+
+    def add(self, links: native.OrderGroup, group: Fallible) -> None:
+        self.native.add(links)
+        with self._lock:
+            self._groups[links.id] = links, group
+
+    def leave(self, links: native.OrderGroup, reason: str, aborted: bool) -> None:
+        """Fails what is in flight on the group and tells its members. Nothing in a forked child, which is not known."""
+        if self.forked:
+            return
+        with self._lock:
+            self._groups.pop(links.id, None)
+        self.native.leave(links, reason, aborted)
+        self.launch_ready()
+
+    def stop(self) -> None:
+        self.native.stop_background()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def groups(self) -> list[Fallible]:
+        with self._lock:
+            return [group for _, group in self._groups.values()]
+
+    def launch_ready(self) -> None:
+        """Launches what is next in the order, as far as it is known; one thread at a time."""
+        with self._launching:
+            while (popped := self.native.pop()) is not None:
+                work, ordered = popped
+                work.launch(ordered)
+
+    def wait(self, work: OrderedWork, timeout_s: float) -> None:
+        """Blocks until the work is launched or has failed; fails it after ``timeout_s``, if that is not zero."""
+        end = time.monotonic() + timeout_s
+        while not work.launched:
+            left_s = end - time.monotonic() if timeout_s else 3600.0
+            if not self.native.wait(work.handle, max(left_s, 0.0)) and timeout_s and time.monotonic() >= end:
+                self.native.cancel(work.handle, f"wait(timeout={timeout_s:g} s) was called for it and is over")
+            self.launch_ready()
+
+    def _serve(self) -> None:
+        while self.native.background():
+            for group_id, rank in self.native.fallen():
+                with self._lock:
+                    _, group = self._groups.get(group_id, (None, None))
+                if group is not None:
+                    group.on_fallen(rank)
+            self.launch_ready()
+
+
+class _Process:
+    """The sequencer of this process."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.sequencer: Sequencer | None = None  # guarded by lock, as is the next
+        self.num_groups = 0  # that use it
+
+
+_process = _Process()
+
+
+def join_sequencer() -> Sequencer:
+    """The sequencer of this process, for one more group; a forked child gets one of its own."""
+    with _process.lock:
+        if _process.sequencer is None or _process.sequencer.forked:
+            _process.sequencer, _process.num_groups = Sequencer(), 0
+            atexit.register(_leave_all)
+        _process.num_groups += 1
+        return _process.sequencer
+
+
+def leave_sequencer(sequencer: Sequencer) -> None:
+    """A group needs it no more; with the last one it ends. Not in a forked child: it is the parent's."""
+    with _process.lock:
+        if sequencer.forked or _process.sequencer is not sequencer:
+            return
+        _process.num_groups -= 1
+        if _process.num_groups:
+            return
+        _process.sequencer = None
+        atexit.unregister(_leave_all)
+    sequencer.stop()
+
+
+def _leave_all() -> None:
+    """At the end of a program that has not destroyed its groups: peers learn that this rank has left, threads end."""
+    sequencer = _process.sequencer
+    if sequencer is not None and not sequencer.forked:
+        for group in sequencer.groups():
+            group.leave("the process is about to end", aborted=False)
+
+
+def _forget_after_fork(orderer: weakref.ref[native.Orderer]) -> None:
+    def forget() -> None:
+        if (found := orderer()) is not None:
+            found.forget()
+
+    os.register_at_fork(after_in_child=forget)
+
+
+class OrderedWork(dist.Work):
+    """One collective that is launched once its turn has come. Thread-safe.
+
+    Args:
+        sequencer: Of this process.
+        start: Launches it on the inner group.
+        outputs: Tensors that it writes to.
+        site: Where the user's program issued it.
+        describe: Gives the error of a call that the orderer failed, or of one whose inner work failed.
+    """
+
+    def __init__(
+        self,
+        sequencer: Sequencer,
+        start: Callable[[], dist.Work],
+        outputs: Sequence[torch.Tensor],
+        site: CallSite | None,
+        describe: Callable[[OrderedWork, Exception | None], CollectiveError],
+    ) -> None:
+        super().__init__()
+        self.launched = False
+        self.handle: Any = None  # native.Ordered; the issuing thread sets it
+        self.site = site
+        self._sequencer = sequencer
+        self._start: Callable[[], dist.Work] | None = start
+        self._outputs = list(outputs)
+        self._describe = describe
+        self._inner: dist.Work | None = None
+        self._error: CollectiveError | None = None
+        self._lock = threading.Lock()
+        self._future: torch.futures.Future[Any] | None = None  # guarded by _lock
+
+    def launch(self, handle: native.Ordered) -> None:
+        """For the sequencer: its turn has come, or it has failed before."""
+        self.handle = handle
+        start, self._start = self._start, None  # with what it keeps alive
+        assert start is not None
+        if handle.code:
+            self._error = self._describe(self, None)
+        else:
+            try:
+                self._inner = start()
+            except Exception as error:  # whatever the inner group refuses: for whoever waits
+                self._error = self._describe(self, error)
+        with self._lock:
+            self.launched = True
+            future = self._future
+        if future is not None:
+            self._feed(future)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Blocks until the collective is launched and then waits for it as the inner backend does.
+
+        Args:
+            timeout: After this time it fails as well. Zero: only after the timeout it was issued with.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveError: It failed; the subclass says in what way.
+        """
+        if not self.launched:
+            self._sequencer.wait(self, max(timeout.total_seconds(), 0.0))
+        if self._error is None:
+            assert self._inner is not None
+            try:
+                self._inner.wait(timeout) if timeout > timedelta(0) else self._inner.wait()
+                return True
+            except RuntimeError as error:
+                self._error = self._describe(self, error)
+        try:
+            raise self._error.with_traceback(None)
+        finally:
+            del self  # or the error's traceback, this frame and the work would keep each other alive
+
+    def is_completed(self) -> bool:
+        if not self.launched:
+            return False
+        future = self._future  # completes a moment before the inner work says so
+        return self._inner is None or self._inner.is_completed() or (future is not None and future.done())
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> CollectiveError | None:
+        """The error, once it has failed; else None."""
+        if self._error is None and self._inner is not None and self._inner.is_completed():
+            try:
+                self._inner.wait()
+            except RuntimeError as error:
+                self._error = self._describe(self, error)
+        return self._error
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """The future of the list of output tensors; it completes whether or not anyone waits."""
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            devices: list[Any] = list({t.device for t in self._outputs if t.device.type != "cpu"})
+            future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
+            self._future = future
+            launched = self.launched
+        if launched:
+            self._feed(future)
+        return future
+
+    def result(self) -> list[torch.Tensor]:
+        self.wait()
+        return self._outputs
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._source_rank()
+
+    def _source_rank(self) -> int:
+        self._sequencer.wait(self, 0.0)
+        return -1 if self._inner is None else int(self._inner._source_rank())
+
+    def _feed(self, future: torch.futures.Future[Any]) -> None:
+        """Has the future complete as the inner work does."""
+        if self._inner is None:
+            assert self._error is not None
+            future.set_exception(self._error)
+            return
+        try:
+            inner = self._inner.get_future()
+        except RuntimeError:  # some works have none, as sends do over gloo
+            threading.Thread(target=self._complete, args=(future,), name="dfccl-future", daemon=True).start()
+            return
+
+        def forward(done: torch.futures.Future[Any]) -> None:
+            try:
+                done.value()
+            except Exception as error:
+                future.set_exception(self._describe(self, error))
+            else:
+                future.set_result(self._outputs)
+
+        inner.add_done_callback(forward)
+
+    def _complete(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            self.wait()
+        except CollectiveError as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self._outputs)
+
+
+class InFlight:
+    """Works of one group that have been launched and may not have ended. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: deque[dist.Work] = deque()  # guarded by _lock
+
+    def add(self, work: dist.Work) -> None:
+        with self._lock:
+            while self._works and self._works[0].is_completed():
+                self._works.popleft()
+            self._works.append(work)
+
+    def any(self) -> bool:
+        with self._lock:
+            return any(not work.is_completed() for work in self._works)

@@ -1,0 +1,626 @@
+"""Process groups that keep the collectives of another backend from deadlocking, by launching them in one order."""
+
+# torch calls each method in one of several forms, which its stub gives as overloads; one signature here takes them all.
+# mypy: disable-error-code="override, assignment"
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+from torchext.collectives.compiling import run_as_written
+from torchext.collectives.errors import (
+    CollectiveAbortedError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    PeerLostError,
+)
+from torchext.collectives.mesh import connect, fresh
+from torchext.collectives.naming import NamedGroup
+from torchext.collectives.order import InFlight, OrderedWork, Sequencer, join_sequencer, leave_sequencer
+from torchext.collectives.process_group import ProcessGroup
+from torchext.collectives.tags import current_tag
+from torchext.collectives.work import JoinedWork, call_error, call_site
+
+if TYPE_CHECKING:
+    from torchext._native import collectives as native
+
+Tensor = torch.Tensor
+
+# The numbers of csrc/collectives/signature.hpp.
+_ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL, _SEND, _BARRIER = range(
+    10
+)
+_NO_REDUCE = 255
+_NAMED_DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+]
+
+
+@dataclass(frozen=True)
+class _Members:
+    """As `call_error` wants to know them."""
+
+    ranks: tuple[int, ...]
+
+
+class OrderedProcessGroup(NamedGroup):
+    """Collectives of another backend that cannot deadlock for the order in which ranks issue them.
+
+    Users do not construct it: it is what `wrap` gives, and ``dist.init_process_group("dfccl",
+    pg_options=Options(engine="ordered"))``, whose inner groups are gloo for CPU tensors and NCCL for CUDA tensors. It
+    serves as any other group does in `torch.distributed`. Groups themselves are made as with any backend: by all
+    members, in the same order.
+
+    A collective is launched on the inner group once every member has issued it, in an order that is the same on all
+    ranks, across all ordered groups that have members in common, and by one thread at a time. So asynchronous calls can
+    be issued in any order on each rank, on overlapping groups and by several threads. A blocking call waits where it
+    stands: if each rank waits in one that others would issue only after theirs, they get an error at the timeout. Calls
+    belong together if they agree in group, operation, reduction, dtype, shape, root and `torchext.tag`.
+
+    The returned works are asynchronous. ``wait()`` blocks the host until the collective is launched and from then on
+    does what the inner work's does: over NCCL, the caller's stream waits and the host does not. The collective itself
+    waits for what was on the caller's stream when it was issued.
+
+    A member that dies is named by `PeerLostError` within a second on one host or where its connection is closed, and
+    within some fifteen seconds where its host is cut off. Sizes that do not fit together are told as
+    `CollectiveMismatchError` before anything is launched, calls that do not match at the timeout as
+    `CollectiveTimeoutError` with what was called instead.
+
+    Ordering costs the other ranks' messages: on one host they go through shared memory. Nothing of the program's data
+    goes through them. Thread-safe; a forked child cannot use it. Over NCCL it has not run yet.
+
+    Source: DFCCL (EuroSys 2025) avoids the deadlock by preempting; where a backend cannot be preempted, ordering what
+    is ready, as here, does. The order: Skeen's timestamps, see csrc/collectives/order.hpp.
+    """
+
+    def __init__(
+        self,
+        inner: dist.ProcessGroup,
+        sequencer: Sequencer,
+        links: native.OrderGroup,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        *,
+        owns_inner: bool,
+    ) -> None:
+        super().__init__(rank, len(ranks), timeout)
+        self._inner = inner
+        self._rank = rank
+        self._members = _Members(tuple(ranks))
+        self._everyone = list(range(len(ranks)))
+        self.owns_inner = owns_inner  # it was made for this group
+        self._in_flight = InFlight()
+        self._fallen: list[int] = []
+        self._someone_fell = threading.Event()
+        self._closing = threading.Lock()
+        self._closed = ""  # guarded by _closing
+        self._coalesced: list[OrderedWork] | None = None
+        self._links = links
+        self._sequencer = sequencer
+        sequencer.add(links, self)
+
+    # --- What torch.distributed asks of a group ----------------------------------------------------------------------
+
+    @property
+    def inner(self) -> dist.ProcessGroup:
+        """The group that does the work."""
+        return self._inner
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return list(self._inner._device_types)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        super().set_timeout(timeout)
+        self._inner.set_timeout(timeout)
+
+    def shutdown(self) -> None:
+        """Fails what has not been launched and leaves; `dist.destroy_process_group` calls it. Never waits for peers."""
+        self.leave("the process group was destroyed", aborted=False)
+
+    def abort(self) -> None:
+        """Fails what is in flight, here and on the other members, and leaves. From any thread. Idempotent."""
+        self.leave("the process group was aborted", aborted=True)
+
+    def stats(self) -> dict[str, int]:
+        """Counts of this rank, over all its ordered groups.
+
+        Returns:
+            ``issued``: collectives; ``queue_depth``: of them, those that are not launched yet.
+        """
+        issued, active = self._sequencer.native.counts()
+        return {"issued": issued, "queue_depth": active}
+
+    def leave(self, reason: str, *, aborted: bool) -> None:
+        """For `shutdown`, `abort` and the sequencer."""
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = reason
+        self._sequencer.leave(self._links, reason, aborted)
+        leave_sequencer(self._sequencer)
+        if self._sequencer.forked:
+            return
+        if aborted:
+            self._abort_inner()
+        elif self.owns_inner:
+            self._inner.shutdown()
+
+    def on_fallen(self, rank: int) -> None:
+        """A member has died or aborted: what runs on the inner group may never end by itself."""
+        self._fallen.append(rank)
+        self._someone_fell.set()
+        if self._in_flight.any():
+            self._abort_inner()
+
+    def _abort_inner(self) -> None:
+        # What runs on a backend that cannot be aborted ends by its timeout.
+        with contextlib.suppress(RuntimeError, AttributeError):
+            self._inner.abort()
+
+    # --- Collectives -------------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        like = _first(tensors)
+        return self._order(
+            "allreduce", _ALL_REDUCE, like, [like], (tensors, *args), kwargs, reduce_op=_op(args, kwargs)
+        )
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
+        return self._join([self.allreduce([t], *_allreduce_options(opts)) for t in tensors], list(tensors))
+
+    def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        like = _first(tensors)
+        root, code = _root(args, kwargs), _op(args, kwargs)
+        return self._order("reduce", _REDUCE, like, [like], (tensors, *args), kwargs, root=root, reduce_op=code)
+
+    def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        like = _first(tensors)
+        return self._order("broadcast", _BROADCAST, like, [like], (tensors, *args), kwargs, root=_root(args, kwargs))
+
+    def allgather(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        like, outputs = _first(input_tensors), _flat(output_tensors)
+        # Sizes may differ between members; all know all of them.
+        identity = [d for t in outputs for d in (t.dim(), *t.shape)]
+        arguments = (output_tensors, input_tensors, *args)
+        return self._order("allgather", _ALL_GATHER, like, outputs, arguments, kwargs, identity=identity)
+
+    def all_gather_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._order(_ALL_GATHER_SINGLE, _ALL_GATHER, input, [output], (output, input, *args), kwargs)
+
+    _allgather_base = all_gather_single
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        works = [self.allgather([list(output_lists[i])], [tensor]) for i, tensor in enumerate(input_list)]
+        return self._join(works, [t for outputs in output_lists for t in outputs])
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        works = [self.all_gather_single(out, x) for out, x in zip(outputs, inputs, strict=True)]
+        return self._join(works, list(outputs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        like, root = _first(input_tensors), _root(args, kwargs)
+        arguments = (output_tensors, input_tensors, *args)
+        return self._order("gather", _GATHER, like, _flat(output_tensors), arguments, kwargs, root=root)
+
+    def scatter(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        like, root = _first(output_tensors), _root(args, kwargs)
+        arguments = (output_tensors, input_tensors, *args)
+        return self._order("scatter", _SCATTER, like, [like], arguments, kwargs, root=root)
+
+    def reduce_scatter(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        like = _first(output_tensors)
+        # Parts may differ in size; all members know all of them.
+        identity = [d for t in _flat(input_tensors) for d in (t.dim(), *t.shape)]
+        arguments, code = (output_tensors, input_tensors, *args), _op(args, kwargs)
+        return self._order(
+            "reduce_scatter", _REDUCE_SCATTER, like, [like], arguments, kwargs, reduce_op=code, identity=identity
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
+        arguments, code = (output, input, *args), _op(args, kwargs)
+        return self._order(_REDUCE_SCATTER_SINGLE, _REDUCE_SCATTER, output, [output], arguments, kwargs, reduce_op=code)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> dist.Work:
+        works = []
+        for out, tensor in zip(outputs, inputs, strict=True):
+            given = dist.ReduceScatterOptions()
+            if opts is not None:
+                given.reduceOp = opts.reduceOp
+            works.append(self.reduce_scatter_single(out, tensor, given))
+        return self._join(works, list(outputs))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(
+        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], *args: Any, **kwargs: Any
+    ) -> dist.Work:
+        like = input_tensors[self._rank]
+        sizes = [_bytes(t) for t in input_tensors], [_bytes(t) for t in output_tensors]
+        arguments = (output_tensors, input_tensors, *args)
+        # Each two members may have their own sizes, and no member knows all: no shape can tell these calls apart.
+        return self._order(
+            "alltoall", _ALL_TO_ALL, like, list(output_tensors), arguments, kwargs, identity=[], sizes=sizes
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        *args: Any,
+        **kwargs: Any,
+    ) -> dist.Work:
+        arguments = (output, input, list(output_split_sizes), list(input_split_sizes), *args)
+        identity, sizes = None, None
+        if len(output_split_sizes) or len(input_split_sizes):
+            identity = list(input.shape[1:])  # rows may be of any number
+            sizes = self._row_bytes(input, input_split_sizes), self._row_bytes(output, output_split_sizes)
+        return self._order(
+            _ALL_TO_ALL_SINGLE, _ALL_TO_ALL, input, [output], arguments, kwargs, identity=identity, sizes=sizes
+        )
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
+        return self._order("barrier", _BARRIER, None, [], args, kwargs)
+
+    def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> dist.Work:
+        return self._between("send", _first(tensors), (tensors, dst_rank, tag), self._rank, dst_rank, tag)
+
+    def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> dist.Work:
+        return self._between("recv", _first(tensors), (tensors, src_rank, tag), src_rank, self._rank, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
+        raise NotImplementedError("ordered groups cannot receive from an unnamed source; give recv its src")
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> dist.Work:
+        works, self._coalesced = self._coalesced or [], None
+        return self._join(works, [])
+
+    # --- Into the order ----------------------------------------------------------------------------------------------
+
+    def _between(
+        self, method: str, tensor: Tensor, arguments: tuple[Any, ...], sender: int, receiver: int, tag: int
+    ) -> dist.Work:
+        if sender == receiver:
+            raise ValueError("a rank cannot send to itself, or receive from itself")
+        size = _bytes(tensor)
+        sends = sender == self._rank
+        # Of the two, the sender first.
+        sizes = [-1, size if sends else -1], [-1 if sends else size, -1]
+        return self._order(
+            method,
+            _SEND,
+            tensor,
+            [] if sends else [tensor],
+            arguments,
+            {},
+            root=sender,
+            peer=receiver,
+            members=[sender, receiver],
+            sizes=sizes,
+            tag=f"#{tag}" if tag else "",
+        )
+
+    def _order(
+        self,
+        method: str,
+        kind: int,
+        like: Tensor | None,
+        outputs: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        reduce_op: int = _NO_REDUCE,
+        root: int = -1,
+        peer: int = -1,
+        identity: list[int] | None = None,
+        sizes: tuple[list[int], list[int]] | None = None,
+        members: list[int] | None = None,
+        tag: str = "",
+    ) -> OrderedWork:
+        """Issues the call of an inner method.
+
+        Args:
+            method: Of the inner group.
+            kind: What it is to the orderer.
+            like: Whose dtype and shape tell calls apart.
+            outputs: Tensors that it writes to.
+            args: For the inner method.
+            kwargs: For the inner method.
+            reduce_op: By torch's number.
+            root: Place in the group.
+            peer: The receiver, for messages between two.
+            identity: The numbers that tell calls apart, where that is not the shape.
+            sizes: Bytes for, and wanted from, each member, where no other member can know them; -1 is not compared.
+            members: Places of those who take part, if not all.
+            tag: Added to the user's.
+        """
+        if self._closed:
+            raise CollectiveAbortedError(f"{self._closed}; make a new one to go on")
+        if self._sequencer.forked:
+            raise CollectiveError(
+                "this process was forked from a member of the process group and is not a member itself"
+            )
+        opts = next((a for a in (*args, *kwargs.values()) if hasattr(a, "asyncOp")), None)
+        timeout_s = self._timeout_s
+        given = kwargs.get("timeout") or getattr(opts, "timeout", None)
+        if isinstance(given, timedelta) and given > timedelta(0):
+            timeout_s = given.total_seconds()
+        will_wait = opts is not None and not opts.asyncOp and self._coalesced is None
+        if opts is not None:
+            opts.asyncOp = True  # the launching thread's stream is not the one that will wait
+        launch = getattr(self._inner, method)
+
+        def start() -> dist.Work:
+            work: dist.Work = launch(*args, **kwargs)
+            self._in_flight.add(work)
+            return work
+
+        device = None if like is None or like.device.type != "cuda" else like.device
+        work = OrderedWork(
+            self._sequencer,
+            start if device is None else _after_the_stream(device, start),
+            outputs,
+            call_site(3),
+            lambda work, error: self._error_of(work, error, timeout_s),
+        )
+        dtype = 0
+        shape: Sequence[int] = ()
+        if like is not None:
+            shape = like.shape
+            dtype = _NAMED_DTYPES.index(like.dtype) if like.dtype in _NAMED_DTYPES else _other(like.dtype)
+        work.handle = self._sequencer.native.issue(
+            self._links,
+            kind,
+            reduce_op,
+            dtype,
+            root,
+            peer,
+            shape,
+            identity,
+            current_tag.get() + tag,
+            self._everyone if members is None else members,
+            [] if sizes is None else sizes[0],
+            [] if sizes is None else sizes[1],
+            timeout_s,
+            will_wait,
+            work,
+        )
+        self._sequencer.launch_ready()
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _join(self, works: Sequence[Any], outputs: list[Tensor]) -> dist.Work:
+        return JoinedWork(works, outputs)
+
+    def _row_bytes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
+        rows = tensor.shape[0] if tensor.dim() else 0
+        row = _bytes(tensor) // rows if rows else 0
+        return [split * row for split in splits] if len(splits) else [_bytes(tensor) // self.size()] * self.size()
+
+    def _where(self) -> str:
+        desc = f" ({self._desc})" if self._desc not in ("", "undefined") else ""
+        ranks = self._members.ranks
+        return f"group {self._name!r}{desc} of ranks {list(ranks)} at rank {ranks[self._rank]}"
+
+    def _error_of(self, work: OrderedWork, error: Exception | None, timeout_s: float) -> CollectiveError:
+        """What to raise for a call that was not launched, or that the inner group failed with ``error``."""
+        told: Any = self._members
+        failed = call_error(work.handle, told, self._where(), timeout_s, work.site)
+        if error is None:
+            return failed
+        kind: type[CollectiveError] = CollectiveError
+        reason = f"the inner group said: {error}"
+        if self._closed:
+            kind, reason = CollectiveAbortedError, f"{self._closed} ({reason})"
+        elif "timed out" in str(error).lower():
+            kind = CollectiveTimeoutError
+        elif self._someone_fell.wait(1.0):  # the inner group may notice before the sequencer does
+            kind = PeerLostError
+            fallen = ", ".join(map(str, self._fallen))
+            reason = f"rank {fallen} died, or aborted the group, in the middle of it ({reason})"
+        return kind(str(failed) + reason, self._fallen)
+
+
+run_as_written(NamedGroup)
+run_as_written(OrderedProcessGroup)
+
+# What torch 2.13 renamed.
+_ALL_GATHER_SINGLE, _REDUCE_SCATTER_SINGLE, _ALL_TO_ALL_SINGLE = (
+    new if hasattr(dist.ProcessGroup, new) else old
+    for new, old in (
+        ("all_gather_single", "_allgather_base"),
+        ("reduce_scatter_single", "_reduce_scatter_base"),
+        ("all_to_all_single", "alltoall_base"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """As ``pg_options``: the group to put in order."""
+
+    inner: dist.ProcessGroup
+
+
+def wrap(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """Makes a group of the same members whose collectives run on ``group``, in an order that cannot deadlock.
+
+    Every member must call it, and issue through the result, not through ``group``, from then on. Groups that overlap
+    must all be wrapped; what is not is not in the order. Blocks until all members have called it. The result ends with
+    `dist.destroy_process_group`, or with that of the default group; ``group`` stays as it is.
+
+    Args:
+        group: Any group of `torch.distributed`, of any backend. None: the default group.
+        timeout: Of each collective until it is launched. None: half an hour, as torch has it.
+
+    Returns:
+        An `OrderedProcessGroup`; ``group`` itself if it cannot deadlock anyway.
+
+    Raises:
+        ValueError: This rank is not a member.
+        CollectiveError: As `torchext.collectives.mesh.connect`.
+
+    Example:
+        >>> pg = torchext.collectives.wrap(dist.new_group([0, 1], backend="nccl"))
+        >>> work = dist.all_reduce(tensor, group=pg, async_op=True)
+    """
+    inner = dist.group.WORLD if group is None else group
+    if not isinstance(inner, dist.ProcessGroup):
+        raise ValueError("wrap: this rank is not a member of the group, or init_process_group has not been called")
+    if isinstance(inner, (OrderedProcessGroup, ProcessGroup)):
+        return inner
+    ranks = dist.get_process_group_ranks(inner)
+    rank = inner.rank()
+    # What dist.new_group does, but for its two ways to find a name: one must be called by all ranks, and the other
+    # counts the groups that the process has, of which members may have different numbers. Here it is that of the inner
+    # group and how often that has been wrapped, which each member counts in the store.
+    torch_groups = dist.distributed_c10d
+    store = torch_groups._get_default_store()
+    count = store.add(f"torchext/wraps/{inner.group_name}/{ranks[rank]}", 1)
+    made, _ = torch_groups._new_process_group_helper(
+        len(ranks),
+        rank,
+        ranks,
+        dist.Backend("dfccl"),
+        store,
+        torch_groups.GroupName(f"{inner.group_name}/ordered/{count}"),
+        backend_options=Wrapped(inner),
+        timeout=timeout or torch_groups._get_default_timeout(dist.Backend("dfccl")),
+        group_desc=f"ordered {inner.group_desc}",
+    )
+    torch_groups._world.pg_group_ranks[made] = {r: place for place, r in enumerate(ranks)}
+    assert isinstance(made, OrderedProcessGroup)
+    return made
+
+
+def create_ordered(options: Any, wrapped: Wrapped | None) -> OrderedProcessGroup:
+    """Makes the group for `torch.distributed`; all its members must call it.
+
+    Args:
+        options: What torch says of the group.
+        wrapped: The group to put in order. None: one of its own, gloo for CPU tensors, and NCCL for CUDA tensors where
+            there are any.
+
+    Raises:
+        CollectiveError: As `torchext.collectives.mesh.connect`.
+    """
+    rank: int = options.group_rank
+    ranks: list[int] = list(options.global_ranks_in_group) or list(range(options.group_size))
+    store = fresh(options.store, "order", rank)
+    sequencer = join_sequencer()
+    try:
+        # Before the inner group: it names those who do not come.
+        links = connect(store, rank, ranks, options.timeout, sequencer.native.doorbell)
+        inner = _make_inner(store, rank, len(ranks), options.timeout) if wrapped is None else wrapped.inner
+        return OrderedProcessGroup(inner, sequencer, links, rank, ranks, options.timeout, owns_inner=wrapped is None)
+    except BaseException:
+        leave_sequencer(sequencer)
+        raise
+
+
+def _make_inner(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    inner = dist.ProcessGroup(store, rank, size)
+    kinds = dist.ProcessGroup.BackendType
+    inner._set_default_backend(kinds.GLOO)
+    gloo = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=timeout)
+    inner._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        own = dist.ProcessGroupNCCL.Options()
+        own._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, own)
+        inner._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+    return inner
+
+
+def _after_the_stream(device: torch.device, start: Callable[[], dist.Work]) -> Callable[[], dist.Work]:
+    """Has what ``start`` launches wait for all that is on the caller's stream now; the host waits for nothing."""
+    recorded = torch.cuda.current_stream(device).record_event()
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def launch() -> dist.Work:
+        with torch.cuda.stream(side):
+            side.wait_event(recorded)
+            return start()
+
+    return launch
+
+
+def _first(tensors: Any) -> Tensor:
+    return tensors if isinstance(tensors, Tensor) else tensors[0]
+
+
+def _flat(tensors: Any) -> list[Tensor]:
+    return [t for part in tensors for t in ([part] if isinstance(part, Tensor) else part)]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _other(dtype: torch.dtype) -> int:
+    """A number, the same on all ranks, for a dtype that has no name in the orderer."""
+    return 10 + sum(str(dtype).encode()) % 200
+
+
+def _root(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    if "root" in kwargs:
+        return int(kwargs["root"])
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, int):
+            return arg
+        if hasattr(arg, "rootRank"):
+            return int(arg.rootRank)
+    return 0
+
+
+def _op(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    for arg in (*args, *kwargs.values()):
+        op = getattr(arg, "reduceOp", arg)
+        if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            return hash(op) % 255
+    return 0
+
+
+def _allreduce_options(opts: Any) -> list[Any]:
+    if opts is None:
+        return []
+    given = dist.AllreduceOptions()
+    given.reduceOp = opts.reduceOp
+    return [given]
