@@ -45,15 +45,10 @@ class Sequencer:
         self._launching = threading.RLock()  # held from taking a collective out of the order until it is launched
         self._lock = threading.Lock()
         self._groups: dict[int, tuple[native.OrderGroup, Fallible]] = {}  # guarded by _lock
-        self._pid = os.getpid()
+        self.forked = False  # whether this process is a child of the one whose sequencer it is
         self._thread = threading.Thread(target=self._serve, name="dfccl-order", daemon=True)
         self._thread.start()
-        _forget_after_fork(weakref.ref(self.native))
-
-    @property
-    def forked(self) -> bool:
-        """Whether this process is a child of the one whose sequencer it is."""
-        return os.getpid() != self._pid
+        _forget_after_fork(weakref.ref(self))
 
     def add(self, links: native.OrderGroup, group: Fallible) -> None:
         self.native.add(links)
@@ -147,10 +142,11 @@ def _leave_all() -> None:
             group.leave("the process is about to end", aborted=False)
 
 
-def _forget_after_fork(orderer: weakref.ref[native.Orderer]) -> None:
+def _forget_after_fork(sequencer: weakref.ref[Sequencer]) -> None:
     def forget() -> None:
-        if (found := orderer()) is not None:
-            found.forget()
+        if (found := sequencer()) is not None:
+            found.forked = True
+            found.native.forget()
 
     os.register_at_fork(after_in_child=forget)
 

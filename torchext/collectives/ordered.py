@@ -40,18 +40,18 @@ _ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _GATHER, _SCATTER, _REDUCE_SCATTE
     10
 )
 _NO_REDUCE = 255
-_NAMED_DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
+_DTYPES = {
+    torch.float64: 0,
+    torch.float32: 1,
+    torch.float16: 2,
+    torch.bfloat16: 3,
+    torch.int64: 4,
+    torch.int32: 5,
+    torch.int16: 6,
+    torch.int8: 7,
+    torch.uint8: 8,
+    torch.bool: 9,
+}
 
 
 @dataclass(frozen=True)
@@ -376,14 +376,15 @@ class OrderedProcessGroup(NamedGroup):
             raise CollectiveError(
                 "this process was forked from a member of the process group and is not a member itself"
             )
-        opts = next((a for a in (*args, *kwargs.values()) if hasattr(a, "asyncOp")), None)
         timeout_s = self._timeout_s
-        given = kwargs.get("timeout") or getattr(opts, "timeout", None)
-        if isinstance(given, timedelta) and given > timedelta(0):
-            timeout_s = given.total_seconds()
-        will_wait = opts is not None and not opts.asyncOp and self._coalesced is None
-        if opts is not None:
+        will_wait = False
+        opts = kwargs.get("opts", args[-1] if args else None)
+        if hasattr(opts, "asyncOp"):
+            will_wait = not opts.asyncOp and self._coalesced is None
             opts.asyncOp = True  # the launching thread's stream is not the one that will wait
+        given = kwargs.get("timeout") or getattr(opts, "timeout", opts)
+        if isinstance(given, timedelta) and given.days >= 0 and given:
+            timeout_s = given.total_seconds()
         launch = getattr(self._inner, method)
 
         def start() -> dist.Work:
@@ -391,7 +392,7 @@ class OrderedProcessGroup(NamedGroup):
             self._in_flight.add(work)
             return work
 
-        device = None if like is None or like.device.type != "cuda" else like.device
+        device = like.device if like is not None and like.is_cuda else None
         work = OrderedWork(
             self._sequencer,
             start if device is None else _after_the_stream(device, start),
@@ -403,7 +404,7 @@ class OrderedProcessGroup(NamedGroup):
         shape: Sequence[int] = ()
         if like is not None:
             shape = like.shape
-            dtype = _NAMED_DTYPES.index(like.dtype) if like.dtype in _NAMED_DTYPES else _other(like.dtype)
+            dtype = _DTYPES[like.dtype] if like.dtype in _DTYPES else _other(like.dtype)
         work.handle = self._sequencer.native.issue(
             self._links,
             kind,
@@ -612,9 +613,10 @@ def _root(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 def _op(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     for arg in (*args, *kwargs.values()):
-        op = getattr(arg, "reduceOp", arg)
-        if isinstance(op, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-            return hash(op) % 255
+        if hasattr(arg, "reduceOp"):
+            return hash(arg.reduceOp) % 255
+        if isinstance(arg, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            return hash(arg) % 255
     return 0
 
 

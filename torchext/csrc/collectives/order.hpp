@@ -192,7 +192,7 @@ public:
             auto& cell = group->arena->cell(group->me);
             cell.sleeping.store(num_sleeping_ != 0, std::memory_order_relaxed);
             // Where each rank can have a core, an answer is likely to be on its way; else it needs this one.
-            spin_limit_ = std::min(spin_limit_, group->arena->world_size() <= usable_cores_ ? 2000 : 20);
+            spin_limit_ = std::min(spin_limit_, group->arena->world_size() <= usable_cores_ ? 500 : 20);
         } else {
             spin_limit_ = std::min(spin_limit_, 50);  // a look at a socket is a system call
         }
@@ -254,7 +254,7 @@ public:
         const auto stop = [&] { return !ready_.empty() || op->state == Ordered::State::popped; };
         bool stopped = stop();
         while (!stopped) {
-            drive(lock, stop);
+            drive(lock, spin_limit_, stop);
             stopped = stop();
             if (stopped) break;
             lock.unlock();
@@ -277,7 +277,7 @@ public:
                                  [&] { return news() || (num_waiting_ == 0 && busy()); });
             if (news() || num_waiting_ != 0) continue;
             if (busy()) {
-                drive(lock, [&] { return news() || num_waiting_ != 0; });
+                drive(lock, 0, [&] { return news() || num_waiting_ != 0; });  // the cores are for who computes
             } else {
                 pass();
                 if (now() - checked_ >= kCheckInterval) check();
@@ -326,8 +326,8 @@ public:
         OrderLeave record{};
         record.header = {sizeof(record), static_cast<std::uint8_t>(OrderRecord::leave), {}};
         record.aborted = aborted;
-        for (const auto& link : group->links) {
-            if (link != nullptr) link->send(reinterpret_cast<const std::byte*>(&record));
+        for (std::size_t p = 0; p < group->links.size(); ++p) {
+            if (group->links[p] != nullptr) send(*group, static_cast<int>(p), &record);
         }
         const Nanoseconds end = now() + kSecond;  // for what finds no room at once; tiny records only
         while (flush(*group) && now() < end) {
@@ -399,7 +399,12 @@ private:
         join->recv_bytes = member.recv_bytes;
         std::memcpy(join->dims, op.signature.dims.data(), sizeof(join->dims));
         std::memcpy(room + sizeof(OrderJoin), op.signature.tag.data(), tag);
-        op.group->links[at(member.place)]->send(room);
+        send(*op.group, member.place, room);
+    }
+
+    void send(OrderGroup& group, int p, const void* record) {
+        group.links[at(p)]->send(static_cast<const std::byte*>(record));
+        sent_ = true;
     }
 
     void match(const OrderedPtr& op) {
@@ -496,7 +501,7 @@ private:
             for (const auto& member : op->members) {
                 if (member.place == op->group->me) continue;
                 record.id = member.id;
-                op->group->links[at(member.place)]->send(reinterpret_cast<const std::byte*>(&record));
+                send(*op->group, member.place, &record);
             }
             ++op->num_proposed;
             // Under its own proposal, which is no later than its place will be; `waiting_` is ordered by that.
@@ -590,15 +595,18 @@ private:
         return any;
     }
 
-    static bool flush(OrderGroup& group) {
+    bool flush(OrderGroup& group) {
         bool left = false;
         for (std::size_t p = 0; p < group.links.size(); ++p) {
             if (group.links[p] != nullptr && group.links[p]->flush()) left |= group.lost[p] == Code::none;
         }
+        sent_ |= left;
         return left;
     }
 
     void wake_peers() {
+        if (!sent_) return;
+        sent_ = false;
         // Either this side sees `sleeping`, or the sleeper, who sets it before it looks, sees the news (Dekker).
         std::atomic_thread_fence(std::memory_order_seq_cst);
         for (const auto& group : groups_) {
@@ -615,7 +623,7 @@ private:
 
     // Looks for news until `stop` holds or it is time to look after other things.
     template <class Stop>
-    void drive(std::unique_lock<std::mutex>& lock, const Stop& stop) {
+    void drive(std::unique_lock<std::mutex>& lock, int spins, const Stop& stop) {
         const Nanoseconds start = now();
         int idle = 0;
         while (!stop()) {
@@ -623,7 +631,7 @@ private:
             if (stop()) break;
             if (any) {
                 idle = 0;
-            } else if (++idle <= spin_limit_) {
+            } else if (++idle <= spins) {
                 lock.unlock();  // for those who issue
                 cpu_relax();
                 lock.lock();
@@ -756,7 +764,7 @@ private:
         record->culprit = own || op.culprits.empty() ? group.me : op.culprits.front();
         record->text_bytes = static_cast<std::uint32_t>(text.size());
         std::memcpy(bytes.data() + sizeof(OrderFail), text.data(), text.size());
-        group.links[at(member.place)]->send(bytes.data());
+        send(group, member.place, bytes.data());
     }
 
     void on_fail(OrderGroup& group, int p, const OrderFail& record) {
@@ -833,9 +841,10 @@ private:
     std::condition_variable background_;
     int num_waiting_ = 0;
     int num_sleeping_ = 0;
-    int spin_limit_ = 2000;
+    int spin_limit_ = 500;
     bool stopping_ = false;
     bool kept_ = false;  // some link could not send all
+    bool sent_ = false;  // peers may have to be woken
     Nanoseconds checked_ = 0;
 
     std::vector<OrderGroupPtr> groups_;
