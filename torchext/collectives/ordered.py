@@ -378,7 +378,7 @@ class OrderedProcessGroup(NamedGroup):
             )
         timeout_s = self._timeout_s
         will_wait = False
-        opts = kwargs.get("opts", args[-1] if args else None)
+        opts: Any = kwargs.get("opts", args[-1] if args else None)
         if hasattr(opts, "asyncOp"):
             will_wait = not opts.asyncOp and self._coalesced is None
             opts.asyncOp = True  # the launching thread's stream is not the one that will wait
