@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from torchext.collectives.errors import CollectiveError
-from torchext.collectives.work import CallSite
+from torchext.collectives.sites import CallSite
 
 if TYPE_CHECKING:
     from torchext._native import collectives as native

@@ -27,8 +27,9 @@ from torchext.collectives.mesh import connect, fresh
 from torchext.collectives.naming import NamedGroup
 from torchext.collectives.order import InFlight, OrderedWork, Sequencer, join_sequencer, leave_sequencer
 from torchext.collectives.process_group import ProcessGroup
-from torchext.collectives.tags import current_tag
-from torchext.collectives.work import JoinedWork, call_error, call_site
+from torchext.collectives.sites import call_site
+from torchext.collectives.tags import tag_of
+from torchext.collectives.work import JoinedWork, call_error
 
 if TYPE_CHECKING:
     from torchext._native import collectives as native
@@ -414,7 +415,7 @@ class OrderedProcessGroup(NamedGroup):
             peer,
             shape,
             identity,
-            current_tag.get() + tag,
+            tag_of(like) + tag,
             self._everyone if members is None else members,
             [] if sizes is None else sizes[0],
             [] if sizes is None else sizes[1],
