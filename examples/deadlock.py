@@ -1,6 +1,6 @@
 """Four ranks on a 2x2 mesh issue the same collectives in two orders: gloo hangs, dfccl ends with the right values.
 
-    python examples/deadlock.py [--deadline-s 10]
+    python examples/deadlock.py [--deadline-s 10] [--trace deadlock.json]
 
 Each rank reduces activations and gathers weights in its row (tensor parallelism) and averages gradients in its column
 (data parallelism). Ranks 0 and 3 happen to issue them in reverse, as hooks, threads and data-dependent branches do. The
@@ -8,6 +8,8 @@ output, but for the times:
 
     gloo:  no rank has finished after 10 s: they wait for each other
     dfccl: 4 of 4 ranks finished with the right values; a step takes 120 us
+
+With --trace, the last steps over dfccl are written for ui.perfetto.dev: who issued what when, what ran, what waited.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-import torchext  # noqa: F401  registers the backend "dfccl"
+import torchext  # registers the backend "dfccl"
 
 WORLD_SIZE = 4
 STEPS = 200
@@ -51,7 +53,7 @@ def step(rank: int, tp: dist.ProcessGroup, dp: dist.ProcessGroup) -> bool:
     )
 
 
-def run(rank: int, backend: str, port: int, results: multiprocessing.Queue) -> None:
+def run(rank: int, backend: str, port: int, trace: str, results: multiprocessing.Queue) -> None:
     """One rank: reports whether it got the right values and how long a step took."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(backend, store=store, rank=rank, world_size=WORLD_SIZE, timeout=timedelta(minutes=5))
@@ -63,7 +65,12 @@ def run(rank: int, backend: str, port: int, results: multiprocessing.Queue) -> N
     start = time.perf_counter()
     for _ in range(STEPS):
         right = step(rank, tp, dp) and right
-    results.put((right, (time.perf_counter() - start) / STEPS))
+    seconds = (time.perf_counter() - start) / STEPS
+    if trace and backend == "dfccl":
+        with torchext.collectives.trace(f"{trace}.{rank}"):
+            for _ in range(10):
+                step(rank, tp, dp)
+    results.put((right, seconds))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -71,13 +78,18 @@ def run(rank: int, backend: str, port: int, results: multiprocessing.Queue) -> N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--deadline-s", type=float, default=10.0, help="from when all ranks are ready")
-    deadline_s: float = parser.parse_args().deadline_s
+    parser.add_argument("--trace", default="", metavar="FILE", help="write a Chrome trace of ten steps over dfccl")
+    options = parser.parse_args()
+    deadline_s: float = options.deadline_s
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     context = multiprocessing.get_context("spawn")
     for backend in ("gloo", "dfccl"):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         results = context.Queue()
-        ranks = [context.Process(target=run, args=(r, backend, store.port, results)) for r in range(WORLD_SIZE)]
+        ranks = [
+            context.Process(target=run, args=(r, backend, store.port, options.trace, results))
+            for r in range(WORLD_SIZE)
+        ]
         for process in ranks:
             process.start()
         for _ in ranks:
@@ -99,6 +111,11 @@ def main() -> None:
             right = sum(ok for ok, _ in done)
             time_us = 1e6 * max(seconds for _, seconds in done)
             print(f"{name} {right} of {WORLD_SIZE} ranks finished with the right values; a step takes {time_us:.0f} us")
+    if options.trace:
+        parts = [f"{options.trace}.{rank}" for rank in range(WORLD_SIZE)]
+        torchext.collectives.merge_traces(parts, options.trace)
+        for part in parts:
+            os.remove(part)
 
 
 if __name__ == "__main__":

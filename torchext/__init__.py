@@ -31,6 +31,10 @@ def _create_dfccl(options: Any, backend_options: Any) -> Any:
 
 
 def _register_dfccl() -> None:
+    # A side effect that no other way of registering avoids: while any backend is registered, torch 2.13 leaves the
+    # default backend of groups made as "cpu:gloo" unset (distributed_c10d._new_process_group_helper compares the
+    # upper-case name of the first plugin with lower-case values, and so skips the branch for gloo). They work, but call
+    # themselves "undefined" and warn when destroyed; "gloo", and anything with nccl, is not affected.
     try:
         import torch.distributed as dist
     except ModuleNotFoundError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
-import torchext  # noqa: F401  registers the backend
+import torchext
 from tests.ranks import Rank, run_ranks
-from torchext.collectives import CollectiveTimeoutError, name_tensors
+from torchext.collectives import CollectiveTimeoutError, merge_traces, name_tensors, trace
 
 Tensor = torch.Tensor
 
@@ -177,6 +179,24 @@ def attributes(rank: Rank) -> None:
     assert stats["issued"] == stats["completed"] + stats["failed"]
 
 
+def from_any_source(rank: Rank) -> None:
+    for n in (4, 200_000):
+        if rank.rank == 0:
+            x = torch.empty(2, n).t()[:, 0]  # not contiguous
+            assert dist.recv(x) == 1  # before, while or after it is sent
+            assert torch.equal(x, torch.full((n,), 1.0))
+            works = [dist.irecv(y := torch.empty(n), tag=3), dist.irecv(z := torch.empty(n))]
+            dist.barrier()
+            for work in works:
+                work.wait()
+            assert (y[0], z[0]) == (3.0, 2.0)  # told apart by tag
+        else:
+            dist.send(torch.full((n,), 1.0), 0)
+            dist.barrier()
+            for work in [dist.isend(torch.full((n,), 2.0), 0), dist.isend(torch.full((n,), 3.0), 0, tag=3)]:
+                work.wait()
+
+
 def premultiplied(rank: Rank) -> None:
     for n in (5, 70_000):
         half = dist._make_nccl_premul_sum(0.5)
@@ -234,6 +254,7 @@ PROGRAMS: list[Callable[[Rank], None]] = [
     not_contiguous,
     futures,
     from_cpp,
+    from_any_source,
     premultiplied,
     split,
     named,
@@ -268,3 +289,45 @@ def beside_gloo(rank: Rank) -> None:
 
 def test_groups_beside_a_default_group_of_another_backend() -> None:
     run_ranks(beside_gloo, 3, backend="gloo", deadline_s=60)
+
+
+def all_to_one(rank: Rank) -> set[int]:
+    senders = set()
+    if rank.rank == 0:
+        for _ in range(2):
+            x = torch.empty(3)
+            senders.add(dist.recv(x))
+            assert int(x[0]) in senders
+    else:
+        dist.send(torch.full((3,), float(rank.rank)), 0)
+    return senders
+
+
+def test_a_receive_from_any_rank_says_who_it_was() -> None:
+    assert run_ranks(all_to_one, 3, backend="dfccl") == [{1, 2}, set(), set()]
+
+
+def traced(rank: Rank, folder: str) -> None:
+    with trace(f"{folder}/{{rank}}.json"):
+        works = []
+        for i in [0, 1, 2] if rank.rank == 0 else [2, 0, 1]:
+            with torchext.tag(f"t{i}"):
+                works.append(dist.all_reduce(torch.ones(200_000), async_op=True))
+        for work in works:
+            work.wait()
+        dist.barrier()
+    dist.all_reduce(torch.ones(3))  # no longer noted
+
+
+def test_a_trace_has_each_call_and_what_the_engine_ran(tmp_path: Path) -> None:
+    run_ranks(traced, 2, str(tmp_path), backend="dfccl")
+    merge_traces([tmp_path / "0.json", tmp_path / "1.json"], tmp_path / "all.json")
+    events = json.loads((tmp_path / "all.json").read_text())["traceEvents"]
+    for rank in range(2):
+        own = [event for event in events if event["pid"] == rank]
+        begun = {event["id"]: event for event in own if event["ph"] == "b"}
+        ended = {event["id"]: event for event in own if event["ph"] == "e"}
+        assert sorted(event["name"].split("(")[0] for event in begun.values()) == ["all_reduce"] * 3 + ["barrier"]
+        assert all(ended[i]["ts"] >= event["ts"] for i, event in begun.items())
+        assert any(event["ph"] == "X" and event["cat"] == "run" and "tagged 't1'" in event["name"] for event in own)
+        assert {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}} in own

@@ -22,6 +22,7 @@ from torchext.collectives.ordered import OrderedProcessGroup, wrap
 from torchext.collectives.process_group import ProcessGroup
 from torchext.collectives.tags import name_tensors, tag
 from torchext.collectives.threads import without_collectives
+from torchext.collectives.tracing import merge_traces, trace
 
 __all__ = [
     "CollectiveAbortedError",
@@ -35,8 +36,10 @@ __all__ = [
     "ProcessGroup",
     "explain",
     "explain_on_signal",
+    "merge_traces",
     "name_tensors",
     "tag",
+    "trace",
     "without_collectives",
     "wrap",
 ]

@@ -446,7 +446,20 @@ class ProcessGroup(dist.ProcessGroup):
         return self._issue(_SEND, None, tensor, [], [tensor], root=src_rank, peer=self._rank, message_tag=tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        raise NotImplementedError('"dfccl" groups cannot receive from an unnamed source yet; give recv its src')
+        """Receives from whichever member sends first; ``work._source_rank()`` says who it was."""
+        (tensor,) = _tensors(tensors)
+        sources = [rank for rank in range(self.size()) if rank != self._rank]
+        if not sources:
+            raise ValueError("there is no other rank in the group to receive from")
+        request, copies, outputs, keep = self._request(
+            _SEND, None, tensor, [], [tensor], root=sources[0], peer=self._rank, message_tag=tag
+        )
+        call = self._engine.issue_any(*request, sources, keep)
+        copy_back = (lambda: _copy_back(copies)) if copies else None
+        work = CallWork(self._world, call, outputs, self._where(), request[-1], copy_back, keep)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -469,8 +482,7 @@ class ProcessGroup(dist.ProcessGroup):
         request, copies, outputs, keep = self._request(kind, opts, like, *args, **kwargs)
         call = self._engine.issue(*(*request, keep))
         copy_back = (lambda: _copy_back(copies)) if copies else None
-        source = kwargs["root"] if kind == _SEND else -1
-        work = CallWork(self._world, call, result or outputs, self._where(), request[-1], copy_back, keep, source)
+        work = CallWork(self._world, call, result or outputs, self._where(), request[-1], copy_back, keep)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

@@ -75,7 +75,6 @@ class CallWork(dist.Work):
         timeout_s: float,
         copy_back: Callable[[], None] | None,
         inputs: Sequence[torch.Tensor] = (),
-        source: int = -1,
     ) -> None:
         super().__init__()
         self._world = world
@@ -84,7 +83,6 @@ class CallWork(dist.Work):
         self._outputs = list(outputs)
         self._where = where
         self._timeout_s = timeout_s
-        self._source = source
         self._site = call_site(3)
         self._lock = threading.Lock()
         self._copy_back = copy_back  # guarded by _lock
@@ -161,10 +159,10 @@ class CallWork(dist.Work):
         self.wait()
 
     def source_rank(self) -> int:
-        return self._source
+        """The sender's rank in the group; -1 while it is not known."""
+        return self._call.root
 
-    def _source_rank(self) -> int:
-        return self._source
+    _source_rank = source_rank
 
     def on_finished(self) -> None:
         """For the world: completes the future."""

@@ -128,6 +128,13 @@ public:
         return {engine_->issue(request), engine_, look_};
     }
 
+    Handle issue_any(std::vector<Request> choices) {
+        release();
+        check();
+        py::gil_scoped_release nogil;
+        return {engine_->issue_any(std::move(choices)), engine_, look_};
+    }
+
     // Nothing if it succeeded, else the call: failed, or not done if the wait for it has been deferred.
     std::optional<Handle> run(const Request& request) {
         release();
@@ -217,6 +224,15 @@ public:
         return all;
     }
 
+    // What has been noted since it was switched on: what, text, id of the call, begin and end (s).
+    std::vector<std::tuple<std::string, std::string, std::uint64_t, double, double>> trace(bool on) {
+        std::vector<std::tuple<std::string, std::string, std::uint64_t, double, double>> events;
+        for (const auto& e : engine_->trace(on)) {
+            events.emplace_back(e.what, e.text, e.id, static_cast<double>(e.begin) * 1e-9, static_cast<double>(e.end) * 1e-9);
+        }
+        return events;
+    }
+
     // This rank's calls in flight: since when (s), for whom, what.
     std::vector<std::tuple<double, std::vector<int>, std::string>> pending() {
         std::vector<std::tuple<double, std::vector<int>, std::string>> calls;
@@ -303,6 +319,7 @@ Request make_request(Group& group, int kind, int reduce_op, int dtype, std::size
     if (s.kind == OpKind::send) {
         // Between these two alone, of whom the sender is the first; the key still tells who they are.
         request.members = group.pair(root, peer);
+        request.group_members = group.members;
         s.group ^= (static_cast<std::uint64_t>(root) + 1) * 0x9e3779b97f4a7c15ULL +
                    (static_cast<std::uint64_t>(peer) + 1) * 0xc2b2ae3d27d4eb4fULL;
     } else {
@@ -333,6 +350,7 @@ void bind(py::module_& m) {
         .def("done", [](const Handle& h) { return h.engine->done(h.op); })
         .def("wait", &Handle::wait, py::arg("timeout_s"), py::arg("deferrable"))
         .def_property_readonly("text", [](const Handle& h) { return h.op->signature.describe(); })
+        .def_property_readonly("root", [](const Handle& h) { return h.op->signature.root; })
         .def_property_readonly("code", [](const Handle& h) { return static_cast<int>(h.op->code); })
         .def_property_readonly("error", [](const Handle& h) { return h.op->error; })
         .def_property_readonly("culprits", [](const Handle& h) { return h.op->culprits; })
@@ -370,6 +388,26 @@ void bind(py::module_& m) {
             py::arg("group"), py::arg("kind"), py::arg("reduce_op"), py::arg("dtype"), py::arg("item_bytes"),
             py::arg("root"), py::arg("peer"), py::arg("shape"), py::arg("identity"), py::arg("tag"), py::arg("inputs"),
             py::arg("outputs"), py::arg("uneven"), py::arg("timeout_s"), py::arg("keepalive"))
+        .def(
+            "issue_any",  // a receive from any of the sources; the root that is given does not count
+            [](World& w, Group& group, int kind, int reduce_op, int dtype, std::size_t item_bytes, int, int peer,
+               const py::tuple& shape, const std::optional<py::tuple>& identity, const std::string& tag,
+               const py::sequence& in, const py::sequence& out, bool uneven, double timeout_s,
+               const std::vector<int>& sources, const py::object& keepalive) {
+                std::vector<Request> choices;
+                for (const int source : sources) {
+                    choices.push_back(make_request(group, kind, reduce_op, dtype, item_bytes, source, peer, shape,
+                                                   identity, tag, in, out, uneven, timeout_s));
+                }
+                choices.front().keepalive = keepalive.ptr();
+                Py_INCREF(keepalive.ptr());
+                try {
+                    return w.issue_any(std::move(choices));
+                } catch (...) {
+                    Py_DECREF(keepalive.ptr());
+                    throw;
+                }
+            })
         .def(
             "run",
             [](World& w, Group& group, int kind, int reduce_op, int dtype, std::size_t item_bytes, int root, int peer,
@@ -409,6 +447,7 @@ void bind(py::module_& m) {
         .def("set_look", &World::set_look, py::arg("function"))
         .def("reports", &World::reports)
         .def("pending", &World::pending)
+        .def("trace", &World::trace, py::arg("on"))
         .def("unanswered", &World::unanswered)
         .def("stats", &World::stats)
         .def("closed", &World::closed)

@@ -21,6 +21,7 @@ struct Blocked {
     std::uint64_t group = 0;
     std::uint64_t tag = 0;     // its hash
     bool deferrable = false;   // the thread may go on, and its tensor wait
+    bool any = false;          // one of them is enough
     bool future = false;       // no thread waits; what is chained to its future may issue calls when it is done
     std::vector<int> waits_for;  // world ranks that must make the call and have not
     std::string text;            // the call and where it is, in words
@@ -39,7 +40,8 @@ struct Report {
             number(static_cast<std::uint64_t>(b.since));
             number(b.group);
             number(b.tag);
-            number(static_cast<std::uint64_t>(b.deferrable) | static_cast<std::uint64_t>(b.future) << 1);
+            number(static_cast<std::uint64_t>(b.deferrable) | static_cast<std::uint64_t>(b.future) << 1 |
+                   static_cast<std::uint64_t>(b.any) << 2);
             number(b.waits_for.size());
             for (const int p : b.waits_for) number(static_cast<std::uint64_t>(p));
             number(b.text.size());
@@ -66,6 +68,7 @@ struct Report {
             const std::uint64_t flags = number();
             b.deferrable = (flags & 1) != 0;
             b.future = (flags & 2) != 0;
+            b.any = (flags & 4) != 0;
             b.waits_for.resize(number());
             for (int& p : b.waits_for) p = static_cast<int>(number());
             b.text.resize(number());

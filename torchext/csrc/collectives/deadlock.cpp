@@ -104,6 +104,7 @@ Blocked Engine::blocked(const Op& op) const {
     for (int m = 0; m < op.n; ++m) {
         if (m != op.me && op.needs(m)) b.waits_for.push_back(op.world_rank(m));
     }
+    b.any = !op.choices.empty();
     b.text = op.signature.describe();
     return b;
 }
@@ -135,7 +136,9 @@ void Engine::look_for_deadlock() {
         for (auto it = stuck.begin(); it != stuck.end();) {
             const auto& blocked = it->second.second.blocked;
             const bool alive = std::any_of(blocked.begin(), blocked.end(), [&](const Blocked& b) {
-                return std::none_of(b.waits_for.begin(), b.waits_for.end(), [&](int p) { return stuck.count(p) != 0; });
+                const auto is_stuck = [&](int p) { return stuck.count(p) != 0; };
+                return b.any ? !std::all_of(b.waits_for.begin(), b.waits_for.end(), is_stuck)
+                             : std::none_of(b.waits_for.begin(), b.waits_for.end(), is_stuck);
             });
             it = alive ? stuck.erase(it) : std::next(it);
             changed |= alive;
@@ -225,6 +228,7 @@ void Engine::apply_verdict(Code code, const std::string& text, const std::vector
     stir();
     const std::vector<Waiter*> waiters = waiters_;
     for (auto* waiter : waiters) {
+        if (tracing_) note(*waiter->op, "deadlock", waiter->since, now());
         if (code != Code::none) {
             fail(waiter->op, code, text, members, true);
         } else if (waiter->deferrable) {

@@ -169,6 +169,12 @@ std::pair<Stats, std::size_t> Engine::stats() {
     return {stats_, num_active_};
 }
 
+std::vector<Event> Engine::trace(bool on) {
+    std::lock_guard lock(mutex_);
+    tracing_ = on;
+    return std::exchange(events_, {});
+}
+
 bool Engine::closed() {
     std::lock_guard lock(mutex_);
     return closed_;

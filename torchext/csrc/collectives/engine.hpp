@@ -71,6 +71,14 @@ struct Caller {
     std::function<Sight(std::uint64_t group, const std::vector<std::uint64_t>& blocked, const std::vector<Issuer>&)> look;
 };
 
+// What happened from `begin` to `end`, for a trace.
+struct Event {
+    const char* what;  // "call", "failed call", or of the driver: "run", "preempted", "deadlock"
+    std::string text;
+    std::uint64_t id;  // of the call
+    Nanoseconds begin, end;
+};
+
 enum class Waited { done, expired, deferred };
 
 struct Settings {
@@ -94,6 +102,9 @@ public:
 
     // Issues a collective; never waits for a peer. Throws std::invalid_argument for a request that makes no sense.
     OpPtr issue(const Request& request);
+
+    // The same for a receive from whichever of several ranks sends first; one request for each.
+    OpPtr issue_any(std::vector<Request> choices);
 
     // Issues a collective and waits for its end, or until the wait is deferred; says which. If interrupted, it fails as
     // aborted.
@@ -127,6 +138,9 @@ public:
     // Calls that a peer has made and this rank has not.
     std::vector<std::pair<int, std::string>> unanswered();
 
+    // From now on, notes what happens, or not. Returns what has been noted.
+    std::vector<Event> trace(bool on);
+
     // What the caller may release: the buffers are no longer used.
     std::vector<void*> released();
 
@@ -143,6 +157,7 @@ private:
     static constexpr std::size_t at(int i) { return static_cast<std::size_t>(i); }
     static constexpr Nanoseconds kNever = std::numeric_limits<Nanoseconds>::max();
     static constexpr std::size_t kMaxEagerAhead = 4 << 20;  // unread payload that one peer may have to keep
+    static constexpr std::size_t kMaxEvents = 1 << 20;      // of a trace; later ones are dropped
     static constexpr std::size_t kMaxTag = 200;             // of which peers are told
     static constexpr std::size_t kMaxText = 3500;           // of a record; the smallest ring has to hold it
 
@@ -213,6 +228,8 @@ private:
     // ---- Issue and match -------------------------------------------------------------------------------------------
 
     OpPtr issue_locked(const Request& request, bool will_wait);
+    void post(const OpPtr& op, bool will_wait);
+    void choose(const OpPtr& op, const Request& choice);
     bool in_flight_under(std::uint64_t key) const;
     void send_join(Op& op, int member);
 
@@ -323,6 +340,10 @@ private:
         return "rank " + std::to_string(settings_.names.empty() ? p : settings_.names[at(p)]);
     }
 
+    void note(const Op& op, const char* what, Nanoseconds begin, Nanoseconds end) {
+        if (events_.size() < kMaxEvents) events_.push_back({what, op.signature.describe(), op.id, begin, end});
+    }
+
     // ---- Deadlocks -------------------------------------------------------------------------------------------------
 
     void note_issuer();
@@ -367,8 +388,11 @@ private:
     std::unordered_map<std::uint64_t, KeyQueue> keys_;
     std::unordered_map<std::uint64_t, OpPtr> ops_;
     std::uint64_t last_id_ = 0;
+    bool tracing_ = false;
+    std::vector<Event> events_;
     std::size_t num_active_ = 0;
 
+    std::vector<OpPtr> any_;        // receives whose sender is not known yet
     std::vector<OpPtr> sends_;      // with small inputs still to be sent
     std::deque<OpPtr> wanted_;      // led by this rank, joined by all, waiting for staging
     std::deque<OpPtr> run_queue_;   // with staging

@@ -45,6 +45,7 @@ void Engine::lose(int p, Code code) {
 }
 
 void Engine::fail_if_needed(const OpPtr& op, int member, Code code) {
+    if (!op->choices.empty() && !all_come(*op)) return;  // another may still send
     const auto& state = op->peers[at(member)];
     const bool by_stage =
         op->staged && !(op->granted && StageLayout::finished(op->block, member).load(std::memory_order_acquire) != 0);

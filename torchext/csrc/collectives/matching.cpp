@@ -42,6 +42,11 @@ OpPtr Engine::issue_locked(const Request& request, bool will_wait) {
         return op;
     }
     ops_.emplace(op->id, op);
+    post(op, will_wait);
+    return op;
+}
+
+void Engine::post(const OpPtr& op, bool will_wait) {
     for (int i = 1; i < op->n; ++i) send_join(*op, (op->me + i) % op->n);
     wake_touched();  // before anything else: it is what the peers wait for
     auto& queue = keys_[op->key];
@@ -71,7 +76,71 @@ OpPtr Engine::issue_locked(const Request& request, bool will_wait) {
         }
     }
     wake_touched();
+}
+
+OpPtr Engine::issue_any(std::vector<Request> choices) {
+    Entry entry(*this);
+    note_issuer();
+    stir();
+    auto op = std::make_shared<Op>();
+    const Request& first = choices.front();
+    for (const auto& choice : choices) {  // before anything is kept: throws on what makes no sense
+        Op trial;
+        trial.signature = choice.signature;
+        trial.n = choice.members->size();
+        trial.me = choice.members->me;
+        prepare(trial, choice, eager_bytes_);
+    }
+    op->signature = first.signature;
+    op->signature.root = -1;
+    op->group_uid = first.group_uid;
+    op->members = first.group_members;
+    op->n = op->members->size();
+    op->me = op->members->me;
+    op->peers.resize(at(op->n));
+    op->needs_all_joined = true;
+    op->id = ++last_id_;
+    op->issued = now();
+    op->deadline = op->issued + first.timeout;
+    op->keepalive = first.keepalive;
+    op->choices = std::move(choices);
+    ++stats_.issued;
+    ++num_active_;
+    if (closed_) {
+        fail(op, Code::aborted, "the process group was destroyed or aborted", {}, false);
+        return op;
+    }
+    ops_.emplace(op->id, op);
+    any_.push_back(op);
+    for (const auto& choice : op->choices) {
+        const auto found = keys_.find(choice.signature.key(choice.dims_hash));
+        if (found != keys_.end() && !found->second.arrived.empty()) {
+            choose(op, choice);
+            return op;
+        }
+    }
+    for (int m = 0; m < op->n && !op->done; ++m) {
+        const int p = op->world_rank(m);
+        if (m != op->me && peers_[at(p)].lost != Code::none) fail_if_needed(op, m, peers_[at(p)].lost);
+    }
+    if (!op->done && !driving_ && num_waiting_ == 0) background_.notify_one();
     return op;
+}
+
+void Engine::choose(const OpPtr& op, const Request& choice) {
+    if (op->num_waiting != 0 || op->notify) stir();
+    std::erase(any_, op);
+    const Request request = choice;  // which lies in the op
+    op->choices.clear();
+    op->signature = request.signature;
+    op->members = request.members;
+    op->n = request.members->size();
+    op->me = request.members->me;
+    op->peers.clear();
+    op->needs_all_joined = false;
+    prepare(*op, request, eager_bytes_);
+    op->key = request.signature.key(request.dims_hash);
+    post(op, /*will_wait=*/true);
 }
 
 bool Engine::in_flight_under(std::uint64_t key) const {
@@ -211,6 +280,7 @@ void Engine::finish(const OpPtr& op) {
     if (op->num_waiting != 0 || op->notify) stir();
     op->done = true;
     op->finished_at = now();
+    if (tracing_) note(*op, op->code == Code::none ? "call" : "failed call", op->issued, op->finished_at);
     --num_active_;
     ++(op->code == Code::none ? stats_.completed : stats_.failed);
     if (op->block != nullptr) {
@@ -228,7 +298,10 @@ void Engine::finish(const OpPtr& op) {
         finished_.notify_all();
     }
     if (num_waiting_ > 1 || (num_waiting_ == 1 && in_background_)) changed_.notify_all();
-    if (op->all_joined()) {
+    if (!op->choices.empty()) {
+        std::erase(any_, op);
+        ops_.erase(op->id);
+    } else if (op->all_joined()) {
         forget(op);
     } else if (all_come(*op)) {
         forget_key(op);
@@ -334,6 +407,13 @@ void Engine::on_join(int p, const JoinRecord& record) {
     }
     if (call.has_payload) call.payload.assign(payload, payload + call.send_bytes);
     keys_[record.key].arrived[p].push_back(std::move(call));
+    for (const auto& any : any_) {
+        for (const auto& choice : any->choices) {
+            if (choice.signature.key(choice.dims_hash) != record.key) continue;
+            choose(OpPtr(any), choice);
+            return;
+        }
+    }
 }
 
 void Engine::on_grant(int p, const GrantRecord& grant) {

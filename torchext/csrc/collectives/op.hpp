@@ -45,6 +45,7 @@ struct Request {
     std::uint64_t dims_hash = 0;
     std::uint64_t group_uid = 0;  // signature.group, but for point-to-point calls
     std::shared_ptr<const Members> members;
+    std::shared_ptr<const Members> group_members;  // for point-to-point calls: of the whole group
     std::vector<Span> in;
     std::vector<Span> out;
     std::size_t item_bytes = 1;
@@ -99,7 +100,8 @@ struct Op {
     int spread_root = -1;        // who gets the segments: -1 all, -2 nobody but their owners, else one member
     std::vector<std::byte> scratch;
 
-    int num_joined = 0;  // others
+    std::vector<Request> choices;  // of a receive from any rank, until one has sent; the op has no buffers till then
+    int num_joined = 0;            // others
     int num_pending_sends = 0;
     int num_pending_recvs = 0;
     bool needs_all_joined = false;

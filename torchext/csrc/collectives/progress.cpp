@@ -131,8 +131,11 @@ bool Engine::run_queue() {
         const bool is_head = op->id == head_;
         Primitives primitives(*op, eager_bytes_, touched_);
         std::uint32_t polls = 0;
+        bool ran = false;
+        const Nanoseconds begin = tracing_ ? now() : 0;
         while (true) {
             const int done = primitives.run();
+            ran |= done != 0;
             if (op->stage_done) {
                 settle(op);
                 moved = true;
@@ -158,6 +161,7 @@ bool Engine::run_queue() {
             }
             cpu_relax();
         }
+        if (tracing_ && (ran || !alone)) note(*op, ran ? "run" : "preempted", begin, now());
         if (!op->done) run_queue_.push_back(op);
     }
     // The oldest is the head: the same one on all ranks that are in the same state.

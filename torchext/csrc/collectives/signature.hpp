@@ -96,7 +96,8 @@ struct Signature {
             }
             text += num_dims > kDims ? ", ...)" : num_dims == 1 ? ",)" : ")";
             if (kind == OpKind::send) {
-                text += ", group rank " + std::to_string(root) + " to " + std::to_string(peer);
+                text += root < 0 ? ", any rank" : ", group rank " + std::to_string(root);
+                text += " to " + std::to_string(peer);
             } else if (root >= 0) {
                 text += ", root at group rank " + std::to_string(root);
             }
