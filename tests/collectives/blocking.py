@@ -6,6 +6,7 @@ A program returns what this rank got and what it should have got.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -98,6 +99,79 @@ def different_operations(rank: int) -> Result:
     return [out * 1, total * 1], [torch.cat([torch.zeros(8), torch.ones(8)]), torch.full((8,), 9.0)]
 
 
+def saves_in_background(rank: int) -> Result:
+    """Two checkpoints are saved back to back by threads of their own while the main thread goes on to a barrier.
+
+    After issue 104 of KempnerForge; which thread comes first differs from rank to rank.
+    """
+    world = dist.get_world_size()
+    plans: dict[str, list[object]] = {"first": [None] * world, "second": [None] * world}
+    errors: list[BaseException] = []
+    started = threading.Event()
+
+    def save(name: str) -> None:
+        try:
+            with torchext.tag(name):
+                for step in range(3):
+                    dist.all_gather_object(plans[name], f"{name} {step} of rank {rank}" + "." * 100 * step)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=save, args=(name,)) for name in sorted(plans, reverse=rank == 1)]
+    for thread in threads:
+        thread.start()
+        started.wait(0.05)
+    dist.barrier()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    right = all(
+        plans[name] == [f"{name} 2 of rank {r}" + "." * 200 for r in range(world)] for name in ("first", "second")
+    )
+    return [torch.tensor(float(right))], [torch.tensor(1.0)]
+
+
+def uneven_steps(rank: int) -> None:
+    """Rank 0 has one batch more than rank 1, which goes on to what comes after its epoch.
+
+    From https://github.com/pytorch/pytorch/issues/33148.
+    """
+    gradient = torch.ones(100)
+    for _ in range(3 - rank):
+        dist.all_reduce(gradient)
+    dist.barrier()
+
+
+def metric_of_one_rank(rank: int) -> None:
+    """Rank 1 has logged one metric less.
+
+    From https://github.com/Lightning-AI/pytorch-lightning/issues/7129.
+    """
+    for _ in ("loss", "accuracy")[: 2 - rank]:
+        dist.all_reduce(torch.ones(()))
+    dist.broadcast(torch.ones(7), 0)
+    dist.barrier()
+
+
+def reduce_against_all_gather(rank: int) -> None:
+    """A branch on the rank leads to two operations of one group.
+
+    From https://github.com/pytorch/pytorch/issues/77030.
+    """
+    if rank == 0:
+        dist.reduce(torch.ones(16), 0)
+    else:
+        dist.all_gather([torch.empty(16), torch.empty(16)], torch.ones(16))
+
+
+# Programs that no order of execution saves: each rank must be told.
+HOPELESS: dict[str, Callable[[int], None]] = {
+    "uneven_steps": uneven_steps,
+    "metric_of_one_rank": metric_of_one_rank,
+    "reduce_against_all_gather": reduce_against_all_gather,
+}
+
 # name -> (program, ranks)
 PROGRAMS: dict[str, tuple[Callable[[int], Result], int]] = {
     "two_groups": (two_groups, 2),
@@ -108,3 +182,6 @@ PROGRAMS: dict[str, tuple[Callable[[int], Result], int]] = {
     "metrics_in_two_orders": (metrics_in_two_orders, 2),
     "different_operations": (different_operations, 2),
 }
+
+# Blocking calls of several threads, which need no deferral: each thread goes on by itself.
+THREADED: dict[str, tuple[Callable[[int], Result], int]] = {"saves_in_background": (saves_in_background, 2)}

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import torchext  # noqa: F401  registers the backend
-from tests.collectives.blocking import PROGRAMS
+from tests.collectives.blocking import HOPELESS, PROGRAMS, THREADED
 from tests.ranks import Rank, run_ranks, start_ranks
 from torchext.collectives import (
     CollectiveError,
@@ -66,13 +66,22 @@ def error_of(call: Callable[[], Any]) -> tuple[type, str, tuple[int, ...], float
 def attempt(rank: Rank, name: str) -> bool:
     """Whether the program gave the right values on gloo; it may also raise, hang or die."""
     rank.announce("running")
-    got, expected = PROGRAMS[name][0](rank.rank)
+    if name in HOPELESS:
+        HOPELESS[name](rank.rank)
+        return True
+    got, expected = {**PROGRAMS, **THREADED}[name][0](rank.rank)
     return all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_gloo_does_not_give_the_right_values(name: str) -> None:
-    world_size = PROGRAMS[name][1]
+ON_GLOO = [
+    name if name in ("two_groups", "reduce_against_all_gather") else pytest.param(name, marks=pytest.mark.slow)
+    for name in (*PROGRAMS, *THREADED, *HOPELESS)
+]
+
+
+@pytest.mark.parametrize("name", ON_GLOO)
+def test_gloo_does_not_end_with_the_right_values(name: str) -> None:
+    world_size = {**PROGRAMS, **THREADED}[name][1] if name not in HOPELESS else 2
     with start_ranks(attempt, world_size, name, backend="gloo", deadline_s=60) as ranks:
         for rank in range(world_size):
             ranks.wait_for(rank, "running")
@@ -269,34 +278,58 @@ def test_each_kind_of_mismatch_is_told_to_both_ranks_long_before_the_timeout() -
                 assert "rank 1 has waited" in text
 
 
-def uneven_steps(rank: Rank, ending: str) -> Any:
-    """Rank 0 has one batch more than rank 1, which goes on to what comes after its epoch.
+def run_hopeless(rank: Rank) -> dict[str, Any]:
+    told = {}
+    for name, program in HOPELESS.items():
+        init(rank, prefix=name)
+        told[name] = error_of(lambda program=program: program(rank.rank))  # type: ignore[misc]
+        dist.destroy_process_group()
+    return told
 
-    After https://github.com/pytorch/pytorch/issues/33148.
-    """
+
+def test_programs_that_nothing_saves_are_told_to_both_ranks() -> None:
+    for told in run_ranks(run_hopeless, 2, store="tcp"):
+        for name, (kind, text, ranks, seconds) in told.items():
+            assert kind is CollectiveMismatchError, (name, text)
+            assert ranks == (0, 1)
+            assert seconds < 5
+            assert len(re.findall(r", at \S+blocking\.py:\d+", text)) == 2
+        assert "barrier" in told["uneven_steps"][1]
+        assert "all_reduce(sum, float32, shape (100,))" in told["uneven_steps"][1]
+        assert "all_gather(" in told["reduce_against_all_gather"][1]
+        assert "reduce(sum" in told["reduce_against_all_gather"][1]
+
+
+def leave_after_the_epoch(rank: Rank) -> Any:
     init(rank)
-    gradient = torch.ones(100)
-
-    def train() -> None:
-        for _ in range(3 - rank.rank):
-            dist.all_reduce(gradient)
-        if rank.rank == 1:
-            if ending == "leaves":
-                dist.destroy_process_group()
-                return
-            dist.barrier()
-
-    return error_of(train) if ending == "waits" or rank.rank == 0 else train()
+    x = torch.ones(100)
+    for _ in range(2):
+        dist.all_reduce(x)
+    if rank.rank == 0:
+        return error_of(lambda: dist.all_reduce(x))
+    dist.destroy_process_group()
+    return None
 
 
-def test_uneven_steps_are_told_whether_the_early_rank_waits_or_leaves() -> None:
-    for kind, text, _, _ in run_ranks(uneven_steps, 2, "waits", store="tcp"):
-        assert kind is CollectiveMismatchError
-        assert "barrier" in text
-        assert "all_reduce" in text
-    kind, text, _, _ = run_ranks(uneven_steps, 2, "leaves", store="tcp")[0]
+def test_a_rank_that_has_ended_without_joining_is_told_to_the_others() -> None:
+    kind, text, _, _ = run_ranks(leave_after_the_epoch, 2, store="tcp")[0]
     assert kind is PeerLostError
     assert "rank 1 has left" in text
+
+
+def run_threaded(rank: Rank) -> bool:
+    init(rank)
+    right = True
+    for program, _ in THREADED.values():
+        got, expected = program(rank.rank)
+        right = right and all(torch.equal(g, e) for g, e in zip(got, expected, strict=True))
+    assert stats()["deadlocks"] == 0
+    dist.destroy_process_group()
+    return right
+
+
+def test_threads_with_blocking_calls_give_the_right_values() -> None:
+    assert run_ranks(run_threaded, 2, store="tcp") == [True, True]
 
 
 def nobody_receives(rank: Rank) -> Any:
