@@ -1,12 +1,16 @@
 """Time collectives over dfccl and over gloo through torch.distributed, interleaved in the same run.
 
     python tests/benchmarks/collectives.py [--ranks 2 4] [--ops all_reduce barrier] [--sizes 4 65536] [--rounds 50]
+    python tests/benchmarks/collectives.py --dtype bfloat16 --ops all_reduce all_gather reduce_scatter
+    python tests/benchmarks/collectives.py --disorder
+    python tests/benchmarks/collectives.py --ddp
 
 Each call is timed by itself on rank 0, after an untimed dfccl barrier from which the ranks start nearly together.
 The table gives the tenth percentile and the median in microseconds and the ratio of each (gloo/dfccl).
 Machines are shared and ranks may outnumber cores: the tenth percentile says what the code costs, the median what the
 machine made of it. With --disorder the ranks issue 16 asynchronous all_reduce in orders of their own, against the same
-in one order (both over dfccl; gloo gives wrong values or hangs).
+in one order (both over dfccl; gloo gives wrong values or hangs). With --ddp they train a small transformer with
+DistributedDataParallel, one step over each backend in turn; the time is that of a whole step.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import torchext
 
@@ -104,6 +109,36 @@ def disorder(options: argparse.Namespace, world: int, rank: int) -> None:
             )
 
 
+def ddp(options: argparse.Namespace, world: int, rank: int, groups: dict[str, Any]) -> None:
+    models, optimizers = {}, {}
+    for name, group in groups.items():
+        torch.manual_seed(0)
+        layer = torch.nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        models[name] = DistributedDataParallel(model, process_group=group, bucket_cap_mb=1)
+        optimizers[name] = torch.optim.SGD(models[name].parameters(), lr=0.01)
+    x = torch.randn(4, 32, 128, generator=torch.Generator().manual_seed(rank))
+    times: dict[str, list[float]] = {name: [] for name in groups}
+    for number in range(options.rounds + 3):
+        for name, model in models.items():
+            dist.barrier()
+            start = time.perf_counter()
+            optimizers[name].zero_grad()
+            model(x).square().mean().backward()
+            optimizers[name].step()
+            if number > 2:  # the first ones make the buckets
+                times[name].append(1e3 * (time.perf_counter() - start))
+    if rank == 0:
+        num = sum(p.numel() for p in models["dfccl"].parameters())
+        figures = [f(times[name]) for name in groups for f in (lambda t: percentile(t, 0.1), statistics.median)]
+        print(
+            f"DDP step of a transformer of {num} parameters, {world} ranks, ms: dfccl {figures[0]:.1f} p10, "
+            f"{figures[1]:.1f} median; gloo {figures[2]:.1f}, {figures[3]:.1f}; ratio {figures[2] / figures[0]:.2f}x, "
+            f"{figures[3] / figures[1]:.2f}x",
+            flush=True,
+        )
+
+
 def main_of_rank(rank: int, world: int, port: int, options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -111,6 +146,8 @@ def main_of_rank(rank: int, world: int, port: int, options: argparse.Namespace) 
     groups = {"dfccl": dist.group.WORLD, "gloo": dist.new_group(backend="gloo", timeout=timedelta(seconds=600))}
     if options.disorder:
         disorder(options, world, rank)
+    elif options.ddp:
+        ddp(options, world, rank, groups)
     else:
         compare(options, world, rank, groups)
     dist.barrier()
@@ -125,6 +162,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--rounds", type=int, default=50, help="a fifth of it from 4 MiB on")
     parser.add_argument("--disorder", action="store_true")
+    parser.add_argument("--ddp", action="store_true")
     options = parser.parse_args()
     print(f"torch {torch.__version__}, torchext {torchext.__version__}, {platform.platform()}")
     context = multiprocessing.get_context("spawn")

@@ -102,6 +102,10 @@ def coalesced(rank: Rank) -> None:
         dist.broadcast(xs[0], 1)
     for out in outs:
         assert torch.equal(out, torch.cat([torch.full((len(out) // 2,), 1.0 + r) for r in range(2)]))
+    lists = [[torch.empty(n) for n in (3, 5)] for _ in range(2)]  # of each rank, its two tensors
+    group: Any = dist.group.WORLD
+    group.allgather_coalesced(lists, [torch.full((n,), float(n + rank.rank)) for n in (3, 5)]).wait()
+    assert [[float(t[-1]) for t in tensors] for tensors in lists] == [[3.0, 5.0], [4.0, 6.0]]
 
 
 def batches(rank: Rank) -> None:

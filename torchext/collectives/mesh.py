@@ -100,18 +100,17 @@ class Meeting:
         """Tells the value to all and returns those of all, by place."""
         keys = [f"{name}/{place}" for place in range(len(self.ranks))]
         self._store.set(keys[self.me], json.dumps(value))
-        while True:
-            try:
-                self._store.wait(keys, timedelta(seconds=min(1.0, self.left_s())))
-            except RuntimeError:
+        pause_s = 0.0002
+        while not self._store.check(keys):  # not `wait`, which cannot be told of a failure, and logs each timeout
+            if self._store.check([_FAILED]):
+                reason = self._store.get(_FAILED).decode()
+                raise CollectiveError(f'the "dfccl" process group cannot be made: {reason}')
+            if time.monotonic() >= self._end:
                 missing = [rank for rank, key in zip(self.ranks, keys, strict=True) if not self._store.check([key])]
-                if missing and self._store.check([_FAILED]):
-                    reason = self._store.get(_FAILED).decode()
-                    raise CollectiveError(f'the "dfccl" process group cannot be made: {reason}', missing) from None
-                if missing and time.monotonic() >= self._end:
-                    raise self.late(missing) from None
-            else:
-                return [json.loads(self._store.get(key)) for key in keys]
+                raise self.late(missing)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, 0.02)
+        return [json.loads(self._store.get(key)) for key in keys]
 
     def late(self, missing: Sequence[int]) -> CollectiveTimeoutError:
         return CollectiveTimeoutError(

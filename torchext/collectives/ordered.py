@@ -213,7 +213,7 @@ class OrderedProcessGroup(NamedGroup):
     def allgather_coalesced(
         self, output_lists: Sequence[Sequence[Tensor]], input_list: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
-        works = [self.allgather([list(output_lists[i])], [tensor]) for i, tensor in enumerate(input_list)]
+        works = [self.allgather([[of_rank[i] for of_rank in output_lists]], [x]) for i, x in enumerate(input_list)]
         return self._join(works, [t for outputs in output_lists for t in outputs])
 
     def all_gather_single_coalesced(

@@ -326,7 +326,7 @@ class ProcessGroup(dist.ProcessGroup):
     ) -> dist.Work:
         works = []
         for i, tensor in enumerate(input_list):
-            outputs = _lists(output_lists[i])
+            outputs = [of_rank[i] for of_rank in output_lists]
             works.append(self._issue(_ALL_GATHER, opts, tensor, [tensor], outputs))
         return self._join(works, [t for outputs in output_lists for t in outputs], opts)
 
