@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchext import callbacks as callbacks
     from torchext import collectives as collectives
+    from torchext import launch as launch
     from torchext import losses as losses
     from torchext import scheduling as scheduling
     from torchext.collectives.tags import tag as tag
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "callbacks", "collectives", "losses", "scheduling", "tag"]
+__all__ = ["__version__", "callbacks", "collectives", "launch", "losses", "scheduling", "tag"]
 
-_SUBPACKAGES = frozenset({"callbacks", "collectives", "losses", "scheduling"})
+_SUBPACKAGES = frozenset({"callbacks", "collectives", "launch", "losses", "scheduling"})
 
 
 def _create_dfccl(options: Any, backend_options: Any) -> Any:
