@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,15 @@ def test_the_table_compares_policies(trace: Path, capsys: pytest.CaptureFixture[
     assert sjf.split()[0] == "sjf*"
     assert note == "* told the true durations"
     assert len({len(line) for line in (head, fifo, first_fit, sjf)}) == 1
+    names = re.split(r"\s{2,}", head)
+    assert len(set(names)) == len(names)
+
+
+def test_short_times_are_not_rounded_to_nothing(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace.write_text("submit_s,duration_s,num_gpus\n0,9,1\n0,9,1\n")
+    _, out, _ = _run(capsys, "--trace", trace, "--cluster", "1x1", "--policy", "fifo")
+    head, line = (re.split(r"\s{2,}", row) for row in out.splitlines())
+    assert dict(zip(head, line, strict=True))["makespan h"] == "0.005"
 
 
 def test_json_has_all_metrics_by_policy(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +60,9 @@ def test_dates_choose_the_jobs(trace: Path, capsys: pytest.CaptureFixture[str]) 
     assert json.loads(_run(capsys, *common, "--from", "1970-01-02")[1])["fifo"]["num_jobs"] == 1
     status, out, err = _run(capsys, *common, "--from", "1971-01-01")
     assert (status, out) == (1, "")
-    assert "no job of" in err
+    assert err.endswith("it has jobs from 0 s to 86400 s\n")
+    trace.write_text("submit_s,duration_s,num_gpus\n1507507200,60,1\n1507510800,60,1\n")
+    assert "from 2017-10-09T00:00:00 to 2017-10-09T01:00:00" in _run(capsys, *common, "--from", "2018-01-01")[2]
 
 
 def test_costs_failures_and_too_large_jobs_show(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +108,7 @@ def test_inputs_that_cannot_be_used_end_with_status_1_and_a_reason(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, reason in [
-        (("--trace", tmp_path / "none.csv", "--cluster", "1x4"), "none.csv"),
+        (("--trace", tmp_path / "none.csv", "--cluster", "1x4"), "--trace: cannot read "),
         (("--trace", trace, "--cluster", "1 by 4"), "neither NODESxGPUS"),
         (("--trace", trace, "--cluster", "1x4", "--plot", tmp_path / "no" / "out.png"), "out.png"),
     ]:

@@ -30,6 +30,9 @@ def test_each_policy_gets_use_and_gantt(results: dict[str, Result], tmp_path: Pa
     # One bar per GPU: 3 for the long job, 4 for the gang and 1 for the small one.
     assert len(gantt.collections[0].get_paths()) == 8
     assert gantt.get_xlim() == use.get_xlim() == pytest.approx((0, 2.5))
+    legend = gantt.get_legend()
+    tenants = {recorded.job.tenant for recorded in results["fifo"].jobs}
+    assert {text.get_text() for text in legend.get_texts()} == {tenant or "(none)" for tenant in tenants}
     figure.savefig(tmp_path / "out.png")
     assert (tmp_path / "out.png").stat().st_size > 5000
 

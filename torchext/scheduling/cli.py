@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from torchext.scheduling.simulator import Costs, Outage, RecordedJob, Result, ra
 from torchext.scheduling.traces import parse_time, read_trace
 from torchext.scheduling.types import Cluster, SchedulingError
 
+_DAYS_S = 10 * 365 * 86400.0  # times below are counted from the start of a trace, not from 1970
 _PLACEMENTS: dict[str, Rule] = {
     "packed": packed,
     "spread": spread,
@@ -43,11 +45,17 @@ def _run(options: argparse.Namespace) -> None:
     if options.plot:
         _check_plot(Path(options.plot))
     cluster = parse_cluster(options.cluster)
-    everything = read_trace(options.trace)
+    try:
+        everything = read_trace(options.trace)
+    except OSError as error:
+        raise SchedulingError(f"--trace: cannot read {options.trace!r}: {error.strerror}") from None
     trace = [r for r in everything if options.begin_s <= r.job.submit_s < options.end_s]
     if not trace:
         first, last = everything[0].job.submit_s, everything[-1].job.submit_s
-        raise SchedulingError(f"no job of {options.trace} was submitted then; it has jobs from {first} s to {last} s")
+        raise SchedulingError(
+            f"--from, --to: no job of {options.trace} was submitted then; "
+            f"it has jobs from {_date(first)} to {_date(last)}"
+        )
     durations_s = {r.job.id: r.duration_s for r in trace}
     policies = {
         name: make_policy(name, durations_s=durations_s, placement=_PLACEMENTS.get(options.placement))
@@ -93,7 +101,7 @@ def _outages(options: argparse.Namespace, cluster: Cluster, trace: list[Recorded
 
 def _table(summaries: dict[str, dict[str, Any]]) -> str:
     """Lays out the metrics, a line per policy."""
-    head = ["policy", "jobs", "JCT h", "median", "p99", "slowdown", "p99", "util", "makespan h", "stops"]
+    head = ["policy", "jobs", "JCT h", "median", "p99", "slowdown", "slowdown p99", "util", "makespan h", "stops"]
     lines = [head]
     some = next(iter(summaries.values()))
     priced = any(summary["fees"] for summary in summaries.values())
@@ -103,13 +111,13 @@ def _table(summaries: dict[str, dict[str, Any]]) -> str:
     for name, summary in summaries.items():
         jct, slowdown = summary["jct_s"], summary["slowdown"]
         line = [name + ("*" if name in ORACLES else ""), str(summary["num_jobs"])]
-        line += [f"{jct[key] / 3600:.2f}" for key in ("mean", "median", "p99")]
+        line += [_hours(jct[key]) for key in ("mean", "median", "p99")]
         line += [f"{slowdown[key]:.1f}" for key in ("mean", "p99")]
-        line += [f"{summary['utilisation']:.3f}", f"{summary['makespan_s'] / 3600:.1f}"]
+        line += [f"{summary['utilisation']:.3f}", _hours(summary["makespan_s"])]
         line += [str(summary["num_displaced"] + summary["num_failed"])]
         line += [f"{summary['fairness']:.3f}"] * shared + [f"{summary['fees']:.0f}"] * priced
         if dated:
-            line += [f"{summary['lateness_s']['mean'] / 3600:.2f}", f"{100 * summary['lateness_s']['share_late']:.1f}"]
+            line += [_hours(summary["lateness_s"]["mean"]), f"{100 * summary['lateness_s']['share_late']:.1f}"]
         lines.append(line)
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
     formats = [f"{{:{'<' if column == 0 else '>'}{width}}}" for column, width in enumerate(widths)]
@@ -119,6 +127,19 @@ def _table(summaries: dict[str, dict[str, Any]]) -> str:
     if some["num_rejected"]:
         text += f"\n{some['num_rejected']} jobs left out: they do not fit on this cluster, even when it is empty"
     return text
+
+
+def _hours(seconds: float) -> str:
+    """Two decimals, and more where these would hide the value."""
+    hours = seconds / 3600
+    return f"{hours:.2f}" if hours >= 0.1 or not hours else f"{hours:.2g}"
+
+
+def _date(time_s: float) -> str:
+    """As --from and --to take it; the seconds themselves in traces that count from 0."""
+    if time_s < _DAYS_S:
+        return f"{time_s:g} s"
+    return datetime.fromtimestamp(time_s, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _arguments() -> argparse.ArgumentParser:

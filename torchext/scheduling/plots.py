@@ -20,7 +20,7 @@ _MOST_EDGES = 1_000  # bars with white edges; with more of them, the edges would
 def plot(results: Mapping[str, Result]) -> Figure:
     """Draws, for each policy, GPUs in use and jobs waiting over time, and below who ran where (Gantt).
 
-    The Gantt chart has one row per GPU and one colour per tenant, of ten.
+    The Gantt chart has one row per GPU and one colour per tenant, of ten; its legend names the first ten.
 
     Args:
         results: Name of the policy -> its simulation, at least one.
@@ -83,6 +83,7 @@ def _plot_use(axes: Axes, name: str, result: Result) -> None:
 
 def _plot_gantt(axes: Axes, result: Result) -> None:
     from matplotlib.collections import PolyCollection
+    from matplotlib.patches import Patch
 
     offsets = np.cumsum([0, *(machine.num_gpus for machine in result.cluster.machines)])
     axes.set(xlabel="hours", ylabel="GPU", ylim=(0, offsets[-1]))
@@ -102,6 +103,11 @@ def _plot_gantt(axes: Axes, result: Result) -> None:
     width = 0.4 if len(boxes) <= _MOST_EDGES else 0.0
     axes.add_collection(PolyCollection(list(corners), facecolors=colors, edgecolors="white", linewidths=width))
     axes.autoscale_view(scaley=False)
+    if len(tenants) > 1:
+        named = list(tenants)[:10]
+        handles = [Patch(color=f"C{tenants[tenant]}", label=tenant or "(none)") for tenant in named]
+        title = "tenant" if len(tenants) <= 10 else f"tenant, 10 of {len(tenants)}; colours repeat"
+        axes.legend(handles=handles, title=title, loc="upper left", bbox_to_anchor=(1.01, 1), fontsize="small")
 
 
 class _Rows:
