@@ -9,6 +9,8 @@ import pytest
 
 from torchext.scheduling import (
     FIFO,
+    LAS,
+    QSSF,
     SRSF,
     Cluster,
     ClusterState,
@@ -17,6 +19,7 @@ from torchext.scheduling import (
     Job,
     Machine,
     Placement,
+    Policy,
     Scheduler,
     SchedulingError,
     packed,
@@ -24,7 +27,7 @@ from torchext.scheduling import (
 from torchext.scheduling.explain import PlannedStart, plan
 
 
-def _scheduler(policy: FIFO | FIFOFirstFit | SRSF, *sizes: int) -> Scheduler:
+def _scheduler(policy: Policy, *sizes: int) -> Scheduler:
     return Scheduler(policy, ClusterState(Cluster(tuple(Machine(f"m{i}", size) for i, size in enumerate(sizes)))))
 
 
@@ -161,3 +164,92 @@ def test_plan_names_who_must_stop_and_what_the_policy_expects() -> None:
     knowing.submit(Job("a", 0.0, 1))
     (start,) = plan(knowing).starts
     assert (start.speed, start.speed_sd) == (1.5, 0.25)
+
+
+def _ids(scheduler: Scheduler) -> list[str]:
+    return [start.job.id for start in scheduler.decide()]
+
+
+def test_a_withdrawn_job_waits_no_more_and_lets_others_pass() -> None:
+    scheduler = _scheduler(FIFO(), 2)
+    large, small = Job("large", 0.0, 2), Job("small", 2.0, 1)
+    running = Job("running", 0.0, 1)
+    scheduler.submit(running)
+    assert _ids(scheduler) == ["running"]
+    scheduler.submit(large)
+    scheduler.submit(small)
+    assert _ids(scheduler) == []
+    scheduler.withdraw(large)
+    assert [job.id for _, job in scheduler.waiting()] == ["small"]
+    assert _ids(scheduler) == ["small"]
+    scheduler.withdraw(running)
+    assert scheduler.state.free == [1]
+    scheduler.submit(Job("running", 3.0, 1))  # the id is free again
+    assert _ids(scheduler) == ["running"]
+
+
+def test_a_withdrawn_job_teaches_nothing() -> None:
+    policy = QSSF()
+    scheduler = _scheduler(policy, 1)
+    job = Job("a", 0.0, 1, estimate_s=100.0)
+    scheduler.submit(job)
+    scheduler.decide()
+    scheduler.state.now_s = 5000.0
+    scheduler.withdraw(job)
+    assert policy.forecast_s(job) == 100.0
+
+
+def test_a_higher_priority_comes_before_the_policys_order() -> None:
+    scheduler = _scheduler(QSSF(), 1)
+    scheduler.submit(Job("short", 0.0, 1, estimate_s=10.0))
+    scheduler.submit(Job("urgent", 1.0, 1, estimate_s=9999.0, priority=1))
+    scheduler.submit(Job("idle", 0.0, 1, estimate_s=1.0, priority=-1))
+    assert [job.id for _, job in scheduler.waiting()] == ["urgent", "short", "idle"]
+    plan_now = plan(scheduler)
+    assert plan_now.starts[0].job_id == "urgent"
+    assert plan_now.starts[0].passed == ()
+
+
+def test_a_preemptive_policy_stops_lower_priorities_first() -> None:
+    scheduler = _scheduler(LAS(), 1, 1)
+    low, middle = Job("low", 0.0, 1, priority=-1), Job("middle", 0.0, 1)
+    scheduler.submit(low)
+    scheduler.submit(middle)
+    assert _ids(scheduler) == ["middle", "low"]
+    scheduler.state.now_s = 10.0
+    scheduler.submit(Job("equal", 10.0, 1))
+    (start,) = scheduler.decide()
+    assert (start.job.id, [running.job.id for running in start.displaced]) == ("equal", ["low"])
+    scheduler.submit(Job("below", 10.0, 1, priority=-2))
+    assert _ids(scheduler) == []
+
+
+def test_a_price_cap_keeps_a_job_off_dearer_machines() -> None:
+    machines = (Machine("dear", 4, price_per_gpu_hour=3.0), Machine("cheap", 2, price_per_gpu_hour=1.0))
+    scheduler = Scheduler(FIFOFirstFit(), ClusterState(Cluster(machines)))
+    for number in range(3):
+        scheduler.submit(Job(f"capped{number}", float(number), 1, max_price_per_gpu_hour=1.0))
+    scheduler.submit(Job("any", 9.0, 1))
+    scheduler.submit(Job("never", 9.0, 3, max_price_per_gpu_hour=1.0))
+    starts = {start.job.id: start.placement.gpus for start in scheduler.decide()}
+    assert starts == {"capped0": ((1, 1),), "capped1": ((1, 1),), "any": ((0, 1),)}
+    reasons = {wait.job_id: wait.reason for wait in plan(scheduler).waits}
+    assert (
+        reasons["never"] == "needs 3 GPUs at no more than 1 per GPU and hour as the cluster never has them, even empty"
+    )
+    assert reasons["capped2"].startswith("needs 1 GPUs")
+
+
+def test_running_and_waiting_jobs_can_be_taken_over() -> None:
+    scheduler = _scheduler(LAS(thresholds_gpu_s=(100.0, 200.0)), 2)
+    scheduler.state.now_s = 1000.0
+    running = scheduler.adopt(Job("old", 0.0, 2), Placement(((0, 2),)), 900.0, service_gpu_s=50.0)
+    assert scheduler.state.free == [0]
+    assert running.service_gpu_s(1000.0) == 250.0
+    scheduler.submit(Job("tired", 1.0, 2), service_gpu_s=300.0)
+    assert _ids(scheduler) == []  # both are in the last queue
+    scheduler.submit(Job("fresh", 2.0, 2))
+    (start,) = scheduler.decide()
+    assert (start.job.id, [victim.job.id for victim in start.displaced]) == ("fresh", ["old"])
+    with pytest.raises(SchedulingError, match="'tired' is waiting or running"):
+        scheduler.adopt(Job("tired", 1.0, 2), Placement(((0, 2),)), 0.0)

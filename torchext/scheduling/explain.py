@@ -20,7 +20,7 @@ class PlannedStart:
         speed: Expected speed, relative to the machine that durations refer to.
         speed_sd: Standard deviation of `speed`, or None if the policy has no idea of it.
         displaced: Ids of the running jobs that have to stop for it.
-        passed: Ids of jobs with a lower score that still wait.
+        passed: Ids of jobs that come before it in the order and still wait.
     """
 
     job_id: str
@@ -68,7 +68,7 @@ def plan(scheduler: Scheduler) -> Plan:
 
 def _explain_start(start: Start, waiting: list[tuple[float, Job]], state: ClusterState) -> PlannedStart:
     placement = start.placement
-    rank = (start.score, start.job.submit_s)
+    rank = (-start.job.priority, start.score, start.job.submit_s)
     return PlannedStart(
         job_id=start.job.id,
         score=start.score,
@@ -76,7 +76,7 @@ def _explain_start(start: Start, waiting: list[tuple[float, Job]], state: Cluste
         speed=state.speed(start.job, placement) if placement.speed is None else placement.speed,
         speed_sd=placement.speed_sd,
         displaced=tuple(running.job.id for running in start.displaced),
-        passed=tuple(job.id for score, job in waiting if (score, job.submit_s) < rank),
+        passed=tuple(job.id for score, job in waiting if (-job.priority, score, job.submit_s) < rank),
     )
 
 
@@ -88,7 +88,9 @@ def _explain_wait(score: float, job: Job, scheduler: Scheduler) -> str:
     if placement is not None:
         return "would fit, but must not pass the jobs before it"
     if scheduler.policy.place(job, ClusterState(state.cluster)) is None:
-        return f"needs {job.num_gpus} GPUs as the cluster never has them, even empty"
+        cap = job.max_price_per_gpu_hour
+        price = "" if cap is None else f" at no more than {cap:g} per GPU and hour"
+        return f"needs {job.num_gpus} GPUs{price} as the cluster never has them, even empty"
     free = max((free for index, free in enumerate(state.free) if state.is_open(index)), default=0)
     where = "" if job.gpus_per_node is None else f", {job.gpus_per_node} on each machine"
     return f"needs {job.num_gpus} GPUs{where}; {state.num_free} are free, at most {free} on one machine"

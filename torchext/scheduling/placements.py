@@ -2,7 +2,7 @@
 
 A placement rule takes a job and the state and returns free GPUs or None. All rules here keep a job on one machine
 when some machine of the cluster is large enough, and otherwise give it whole machines of one size and one smaller rest;
-a job with `gpus_per_node` gets that many on each of several machines.
+a job with `gpus_per_node` gets that many on each of several machines, and one with a price cap no machine above it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ def packed(job: Job, state: ClusterState, among: int = ANY_MACHINE) -> Placement
     """Uses the machines with the fewest free GPUs that fit, which keeps whole machines free for large jobs."""
     if job.num_gpus > state.num_free:
         return None
+    if job.max_price_per_gpu_hour is not None:
+        among &= state.within(job.max_price_per_gpu_hour)
     if job.gpus_per_node is None and job.num_gpus <= state.sizes[0]:
         return _on_one(state.fullest_one(job.num_gpus, among), job.num_gpus)
     return _on_many(job, state, among, state.fullest)
@@ -36,6 +38,8 @@ def spread(job: Job, state: ClusterState, among: int = ANY_MACHINE) -> Placement
     """Uses the machines with the most free GPUs, which keeps neighbours apart."""
     if job.num_gpus > state.num_free:
         return None
+    if job.max_price_per_gpu_hour is not None:
+        among &= state.within(job.max_price_per_gpu_hour)
     if job.gpus_per_node is None and job.num_gpus <= state.sizes[0]:
         return _on_one(state.emptiest_one(job.num_gpus, among), job.num_gpus)
     return _on_many(job, state, among, state.emptiest)

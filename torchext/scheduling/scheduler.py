@@ -26,9 +26,10 @@ from torchext.scheduling.types import (
     Start,
 )
 
-# (score, submit_s, number of the submission, job): sorts by score, then submission; numbers differ, jobs never compare.
-_Entry = tuple[float, float, int, Job]
-_Victim = tuple[float, float, int, Running]
+# (-priority, score, submit_s, number of the submission, job): sorts by priority, then score, then submission; numbers
+# differ, so jobs never compare.
+_Entry = tuple[int, float, float, int, Job]
+_Victim = tuple[int, float, float, int, Running]
 
 
 class Scheduler:
@@ -84,17 +85,61 @@ class Scheduler:
 
     # What happens
 
-    def submit(self, job: Job) -> None:
-        """Adds a new job.
+    def submit(self, job: Job, *, service_gpu_s: float = 0.0, progress_s: float = 0.0) -> None:
+        """Adds a job that waits.
+
+        Args:
+            job: The job.
+            service_gpu_s: GPU-seconds that it has held before, as the driver may know of an earlier life.
+            progress_s: Work that it has kept of them, in seconds of a machine with speed 1.
 
         Raises:
             SchedulingError: A job of that id waits or runs.
         """
+        self._number(job)
+        if service_gpu_s or progress_s:
+            self.state.recall(job, service_gpu_s, progress_s)
+        self._enqueue(job)
+
+    def adopt(self, job: Job, placement: Placement, start_s: float, *, service_gpu_s: float = 0.0) -> Running:
+        """Adds a job that runs already, as a driver does that has been restarted.
+
+        Args:
+            job: The job.
+            placement: Where it runs; those GPUs must be free here.
+            start_s: Since when.
+            service_gpu_s: GPU-seconds that it had held before.
+
+        Raises:
+            SchedulingError: A job of that id waits or runs.
+        """
+        self._number(job)
+        self.state.recall(job, service_gpu_s, 0.0)
+        running = self.state.start(job, placement)
+        running.start_s = running.mark_s = start_s
+        if self.policy.preemptive:
+            self._bound(running, self._scores([job])[0] if self.policy.settled else math.inf)
+        return running
+
+    def withdraw(self, job: Job) -> None:
+        """Takes out a job, waiting or running, that will not end by itself: cancelled or failed. Teaches nothing."""
+        if job.id in self.state.running:
+            self._stop(job)
+        else:
+            lane = self._lanes[job.shape]
+            lane[:] = [entry for entry in lane if entry[4].id != job.id]
+            if not lane:
+                del self._lanes[job.shape]
+            # Whoever was found not to fit was so for want of room; but a strict order may now go on.
+            self._blocked.pop(job.shape, None)
+            self.state.forget(job)
+        del self._numbers[job.id]
+
+    def _number(self, job: Job) -> None:
         if job.id in self._numbers:
             raise SchedulingError(f"a job with id {job.id!r} is waiting or running already; give the new one another")
         self._numbers[job.id] = self._next_number
         self._next_number += 1
-        self._enqueue(job)
 
     def finish(self, job: Job) -> None:
         """Takes a running job out: it has ended by itself."""
@@ -148,19 +193,19 @@ class Scheduler:
         """Lists waiting jobs in the order of the policy, each with its score."""
         if not self.policy.settled:
             self._rescore()
-        return [(entry[0], entry[3]) for entry in self._in_order()]
+        return [(entry[1], entry[4]) for entry in self._in_order()]
 
     def _enqueue(self, job: Job) -> None:
         score = self.policy.order([job], self.state)[0] if self.policy.settled else 0.0
         if math.isnan(score):
             raise SchedulingError(f"{type(self.policy).__name__}.order gave a score that is not a number")
-        entry = (score, job.submit_s, self._numbers[job.id], job)
+        entry = (-job.priority, score, job.submit_s, self._numbers[job.id], job)
         key = self._insert(entry)
         if self.policy.preemptive and key in self._blocked and entry < self._blocked[key]:
             del self._blocked[key]  # what could not displace anybody from a worse place may from this one
 
     def _insert(self, entry: _Entry) -> Shape:
-        key = entry[3].shape
+        key = entry[4].shape
         lane = self._lanes.get(key)
         if lane is None:
             self._lanes[key] = [entry]
@@ -171,12 +216,12 @@ class Scheduler:
         return key
 
     def _rescore(self) -> None:
-        jobs = [entry[3] for lane in self._lanes.values() for entry in lane]
+        jobs = [entry[4] for lane in self._lanes.values() for entry in lane]
         scores = self._scores(jobs)
         self._lanes.clear()
         self._blocked.clear()
         for job, score in zip(jobs, scores, strict=True):
-            entry = (score, job.submit_s, self._numbers[job.id], job)
+            entry = (-job.priority, score, job.submit_s, self._numbers[job.id], job)
             self._lanes.setdefault(job.shape, []).append(entry)
         for lane in self._lanes.values():
             lane.sort()
@@ -194,7 +239,7 @@ class Scheduler:
 
     def _start(self, entry: _Entry, placement: Placement, displaced: tuple[Running, ...] = ()) -> Start:
         """Takes a job out of its lane and its GPUs from the state."""
-        score, _, _, job = entry
+        _, score, _, _, job = entry
         key = job.shape
         lane = self._lanes[key]
         if lane[0] is entry:
@@ -217,7 +262,7 @@ class Scheduler:
 
     def _bound(self, running: Running, score: float) -> None:
         job = running.job
-        victim = self._bound_of[job.id] = (score, job.submit_s, self._numbers[job.id], running)
+        victim = self._bound_of[job.id] = (-job.priority, score, job.submit_s, self._numbers[job.id], running)
         insort(self._bounds, victim)
 
     def _unbound(self, job: Job) -> None:
@@ -227,7 +272,7 @@ class Scheduler:
         starts: list[Start] = []
         while self._lanes:
             entry = min(lane[0] for lane in self._lanes.values())
-            placement = self.policy.place(entry[3], self.state) if entry[0] < math.inf else None
+            placement = self.policy.place(entry[4], self.state) if entry[1] < math.inf else None
             if placement is None:
                 break
             starts.append(self._start(entry, placement))
@@ -240,7 +285,7 @@ class Scheduler:
         ready = [key for key in lanes if key not in blocked]
         while ready:
             entry = min([lanes[key][0] for key in ready])
-            score, _, _, job = entry
+            _, score, _, _, job = entry
             key = job.shape
             placement = place(job, state) if score < math.inf else None
             displaced: list[_Victim] = []
@@ -251,13 +296,13 @@ class Scheduler:
                 ready.remove(key)
                 continue
             for victim in displaced:
-                self._unbound(victim[3].job)
-                stopped = state.stop(victim[3].job)
+                self._unbound(victim[4].job)
+                stopped = state.stop(victim[4].job)
                 state.remember(stopped, stopped.progress(state.now_s))
-            starts.append(self._start(entry, placement, tuple(victim[3] for victim in displaced)))
+            starts.append(self._start(entry, placement, tuple(victim[4] for victim in displaced)))
             if displaced:
-                for own, submit_s, number, running in displaced:
-                    self._insert((own, submit_s, number, running.job))
+                for below, own, submit_s, number, running in displaced:
+                    self._insert((below, own, submit_s, number, running.job))
                 # What they leave over may serve jobs that come after this one. Those before it could have had it, too.
                 for other in [other for other, failed in blocked.items() if failed > entry]:
                     del blocked[other]
@@ -278,21 +323,21 @@ class Scheduler:
         state, policy = self.state, self.policy
         assert isinstance(policy, Forecasts)
         head, *others = self._in_order()
-        if head[0] == math.inf:
+        if head[1] == math.inf:
             return starts
-        reserved, begin_s = self._reserve(head[3], policy)
+        reserved, begin_s = self._reserve(head[4], policy)
         no_room: set[Shape] = set()
         no_room_beside: set[Shape] = set()
         for entry in others:
-            key = entry[3].shape
-            if key in no_room or entry[0] == math.inf:
+            key = entry[4].shape
+            if key in no_room or entry[1] == math.inf:
                 continue
-            ends_before = state.now_s + policy.forecast_s(entry[3]) <= begin_s
+            ends_before = state.now_s + policy.forecast_s(entry[4]) <= begin_s
             if not ends_before and key in no_room_beside:
                 continue
             for machine in () if ends_before else reserved:
                 state.close(machine)
-            placement = policy.place(entry[3], state)
+            placement = policy.place(entry[4], state)
             for machine in () if ends_before else reserved:
                 state.open(machine)
             if placement is not None:
@@ -335,38 +380,41 @@ class Scheduler:
             state.take(running.placement)
         return machines, begin_s
 
-    def _victims(self, score: float) -> list[_Victim]:
-        """Lists running jobs with higher scores, the first to be stopped first: highest score, latest submission."""
-        above = self._bounds[bisect_left(self._bounds, (score, math.inf)) :]
-        scores = self._scores([victim[3].job for victim in above])
+    def _victims(self, score: float, priority: int) -> list[_Victim]:
+        """Lists running jobs that come after a waiting one, the first to be stopped first.
+
+        That is the one with the lowest priority, then the highest score, then the latest submission.
+        """
+        above = self._bounds[bisect_left(self._bounds, (-priority, score, math.inf)) :]
+        scores = self._scores([victim[4].job for victim in above])
         victims = [
-            (own, submit_s, number, running)
-            for own, (_, submit_s, number, running) in zip(scores, above, strict=True)
-            if own > score
+            (below, own, submit_s, number, running)
+            for own, (below, _, submit_s, number, running) in zip(scores, above, strict=True)
+            if (below, own) > (-priority, score)
         ]
         victims.sort(reverse=True)
         return victims
 
     def _displace(self, score: float, job: Job) -> tuple[Placement | None, list[_Victim]]:
-        """Finds a place for a job where running jobs with higher scores make room, and which of them must stop."""
+        """Finds a place for a job where running jobs that come after it make room, and which of them must stop."""
         state, policy = self.state, self.policy
         asked: list[_Victim] = []
         placement = None
-        for victim in self._victims(score):
-            state.give(victim[3].placement)
+        for victim in self._victims(score, job.priority):
+            state.give(victim[4].placement)
             asked.append(victim)
             placement = policy.place(job, state)
             if placement is not None:
                 break
         room = {} if placement is None else {index: state.free[index] - gpus for index, gpus in placement.gpus}
         for victim in asked:
-            state.take(victim[3].placement)
+            state.take(victim[4].placement)
         if placement is None:
             return None, []
         # Of those asked, the ones with the lowest scores stay as far as there is room beside the new job.
         displaced: list[_Victim] = []
         for victim in reversed(asked):
-            here = [(index, gpus) for index, gpus in victim[3].placement.gpus if index in room]
+            here = [(index, gpus) for index, gpus in victim[4].placement.gpus if index in room]
             if any(room[index] < gpus for index, gpus in here):
                 displaced.append(victim)
                 continue

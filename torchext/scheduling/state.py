@@ -74,6 +74,7 @@ class ClusterState:
         self.sizes = sorted(set(self.free), reverse=True)
         self._bits = [1 << i for i in range(len(self.free))]
         self._with_free = [0] * (self.sizes[0] + 1)
+        self._within: dict[float, int] = {}  # price -> machines that cost no more
         self._closed = 0
         self._jobs_on: list[dict[str, None]] = [{} for _ in self.free]
         self._past: dict[str, tuple[float, float]] = {}  # stopped jobs: GPU-seconds and progress
@@ -127,6 +128,19 @@ class ClusterState:
             if num_machines <= 0:
                 return True
         return False
+
+    def within(self, max_price_per_gpu_hour: float) -> int:
+        """Says, as a bit set, which machines cost no more than this."""
+        bits = self._within.get(max_price_per_gpu_hour)
+        if bits is None:
+            machines = self.cluster.machines
+            bits = sum(
+                bit
+                for bit, machine in zip(self._bits, machines, strict=True)
+                if machine.price_per_gpu_hour <= max_price_per_gpu_hour
+            )
+            self._within[max_price_per_gpu_hour] = bits
+        return bits
 
     def jobs_on(self, machine: int) -> list[Job]:
         """Lists the jobs that run on a machine, in the order they came."""
@@ -189,6 +203,14 @@ class ClusterState:
     def remember(self, stopped: Running, progress_s: float) -> None:
         """Keeps the service that a job has had until it was stopped just now, and its progress as saved."""
         self._past[stopped.job.id] = (stopped.service_gpu_s(self.now_s), progress_s)
+
+    def recall(self, job: Job, service_gpu_s: float, progress_s: float) -> None:
+        """Takes note of the service and progress of a job from before this state was made."""
+        self._past[job.id] = (service_gpu_s, progress_s)
+
+    def forget(self, job: Job) -> None:
+        """Drops what is remembered of a job that will not run again."""
+        self._past.pop(job.id, None)
 
     def close(self, machine: int) -> None:
         """Lets a machine take no new jobs (drained or failed); those on it stay until stopped."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torchext.scheduling.state import ClusterState, Running
 
 
-Shape = tuple[int, int | None, str]
+Shape = tuple[int, int | None, str, float | None]
 
 
 class SchedulingError(Exception):
@@ -40,9 +40,11 @@ class Job:
         deadline_s: When it should have ended, on the same clock as `submit_s`; None when it does not matter.
         gpus_per_node: GPUs on each machine (torchrun's --nproc-per-node), a divisor of `num_gpus`; None leaves it to
             the placement, which uses as few machines as possible.
+        priority: Jobs of a higher one are served before all others, whatever the policy; it orders jobs of one.
+        max_price_per_gpu_hour: Runs on no machine that costs more; None when any will do.
 
     Attributes:
-        shape: GPUs, GPUs per machine and class: all that decides whether a job fits. Computed.
+        shape: GPUs, GPUs per machine, class and price cap: all that decides whether a job fits. Computed.
 
     Raises:
         ValueError: A count or a time makes no sense.
@@ -56,10 +58,14 @@ class Job:
     estimate_s: float | None = None
     deadline_s: float | None = None
     gpus_per_node: int | None = None
+    priority: int = 0
+    max_price_per_gpu_hour: float | None = None
     shape: Shape = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", (self.num_gpus, self.gpus_per_node, self.job_class))
+        object.__setattr__(
+            self, "shape", (self.num_gpus, self.gpus_per_node, self.job_class, self.max_price_per_gpu_hour)
+        )
         if self.num_gpus < 1:
             raise ValueError(f"job {self.id}: num_gpus must be at least 1, got {self.num_gpus}")
         if not math.isfinite(self.submit_s):
@@ -68,6 +74,9 @@ class Job:
             raise ValueError(f"job {self.id}: estimate_s must be finite and not negative, got {self.estimate_s}")
         if self.deadline_s is not None and not math.isfinite(self.deadline_s):
             raise ValueError(f"job {self.id}: deadline_s must be finite, got {self.deadline_s}")
+        price = self.max_price_per_gpu_hour
+        if price is not None and not 0 <= price < math.inf:
+            raise ValueError(f"job {self.id}: max_price_per_gpu_hour must be finite and not negative, got {price}")
         per_node = self.gpus_per_node
         if per_node is not None and (per_node < 1 or self.num_gpus % per_node):
             raise ValueError(f"job {self.id}: gpus_per_node must divide num_gpus={self.num_gpus}, got {per_node}")
