@@ -30,20 +30,21 @@ class Program:
     Attributes:
         output: What has been read so far of its output and errors.
         pid: Its process.
+        environment: What it was given; what others start with the same counts as started by it.
     """
 
-    def __init__(self, words: Sequence[str], *, cwd: Path | None = None, env: dict[str, str] | None = None) -> None:
+    def __init__(self, words: Sequence[str], *, cwd: Path | None = None) -> None:
         self._mark = uuid.uuid4().hex
         self.output = ""
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {}), _MARKER: self._mark}
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARKER: self._mark}
+        self.environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         self._popen = subprocess.Popen(
             list(words),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             cwd=cwd,
-            env=environment,
+            env=self.environment,
             start_new_session=True,
         )
         self.pid = self._popen.pid

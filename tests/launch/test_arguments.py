@@ -13,7 +13,7 @@ from torch.distributed.run import get_args_parser
 from torchext.launch import arguments
 from torchext.launch.errors import LaunchError
 
-_OWN = {"grace"}
+_OWN = {"grace", "queue", "name", "estimate", "deadline", "priority", "retries", "job_class", "max_price"}
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, object] | str:

@@ -36,6 +36,12 @@ def parser() -> argparse.ArgumentParser:
         help="how long workers may take to end once asked to (SIGTERM), on every path: a signal, a failed peer, a "
         "restart; then they are killed. Seconds, or as in 90s, 5m, 1h. Default: --shutdown-timeout, or 30 s",
     )
+    queue = made.add_argument_group("with a queue (torchext queue start)")
+    queue.add_argument(
+        "--queue", metavar="URL", help="submit there instead of running: tcp://HOST:PORT, a folder, or local"
+    )
+    for words, options in QUEUE_OPTIONS.items():
+        queue.add_argument(words, **options)
     _prefer(made, before)
     return made
 
@@ -63,6 +69,22 @@ def duration(text: str) -> float:
     return float(match[1]) * _UNITS_S[match[2]]
 
 
+# Say something to a queue only.
+QUEUE_OPTIONS: dict[str, dict[str, Any]] = {
+    "--name": {"help": "of the job, for people; default: that of the script"},
+    "--estimate": {"type": duration, "metavar": "TIME", "help": "how long it will run, you think"},
+    "--deadline": {
+        "type": duration,
+        "metavar": "TIME",
+        "help": "when it should have ended, from now",
+    },
+    "--priority": {"type": int, "metavar": "N", "help": "the highest are served first, default 0"},
+    "--retries": {"type": int, "metavar": "N", "help": "how many failures are followed by another run, default 0"},
+    "--class": {"dest": "job_class", "metavar": "NAME", "help": "kind of work, as in the speeds of the cluster file"},
+    "--max-price": {"type": float, "metavar": "X", "help": "run on no machine that costs more per GPU and hour"},
+}
+
+
 def grace_s(args: argparse.Namespace) -> float:
     """Says how long workers may take to end: ``--grace``, or what torchrun's options and environment say."""
     for value in (
@@ -73,6 +95,18 @@ def grace_s(args: argparse.Namespace) -> float:
         if value is not None:
             return float(value)
     return 30.0
+
+
+def check_queue_options(args: argparse.Namespace) -> None:
+    """Refuses options that say something to a queue where there is none.
+
+    Raises:
+        LaunchError: There is such an option.
+    """
+    for words, options in QUEUE_OPTIONS.items():
+        name = options.get("dest", words.strip("-").replace("-", "_"))
+        if getattr(args, name) is not None:
+            raise LaunchError(f"{words} is for a queue: give --queue URL, too, or leave it out")
 
 
 def check(args: argparse.Namespace) -> None:

@@ -93,6 +93,12 @@ class Rendezvous(RendezvousHandler):
         return number
 
     @property
+    def port(self) -> int:
+        """Port of the store at which nodes meet."""
+        number: int = self._inner._store.port  # type: ignore[attr-defined]  # a TCPStore
+        return number
+
+    @property
     def use_agent_store(self) -> bool:
         """Whether the workers use a store that the agent of rank 0 holds."""
         return self._inner.use_agent_store

@@ -27,7 +27,8 @@ from torchext.launch.agent import Agent
 from torchext.launch.errors import LaunchError
 from torchext.launch.keeper import ask_for_end_with_parent, guarded, keep
 from torchext.launch.logs import Logs
-from torchext.launch.rendezvous import meet
+from torchext.launch.queue.folders import write_whole
+from torchext.launch.rendezvous import Rendezvous, meet
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +91,9 @@ def _run_agent(args: argparse.Namespace) -> int:
 def _launch(args: argparse.Namespace) -> None:
     job = _job_name(args)
     _choose_rendezvous(args)
+    node_rank = args.node_rank
+    if args.rdzv_backend != "static":
+        args.node_rank = 0  # else torch says that it will ignore it, and we do not
     config, entrypoint, entrypoint_args = config_from_args(args)
     warning = arguments.too_few_gpus(config.nproc_per_node)
     if warning:
@@ -97,7 +101,10 @@ def _launch(args: argparse.Namespace) -> None:
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in _signals(args))
     assert config.logs_specs is not None
     logs = Logs(config.logs_specs) if type(config.logs_specs) is DefaultLogsSpecs else config.logs_specs
-    spec = _spec(config, entrypoint, entrypoint_args, args.node_rank)
+    spec = _spec(config, entrypoint, entrypoint_args, node_rank)
+    endpoint_file = os.environ.pop("TORCHEXT_ENDPOINT_FILE", None)
+    if endpoint_file is not None and isinstance(spec.rdzv_handler, Rendezvous):
+        write_whole(Path(endpoint_file), f"{args.local_addr}:{spec.rdzv_handler.port}")
     agent = Agent(
         spec,
         logs,

@@ -4,7 +4,7 @@ Everything here is pure: no processes, no sockets, and no files but those that `
 """
 
 from torchext.scheduling.cluster_file import parse_cluster, read_cluster
-from torchext.scheduling.explain import Plan, PlannedStart, PlannedWait, plan
+from torchext.scheduling.explain import Plan, PlannedStart, PlannedWait, explain_starts, plan
 from torchext.scheduling.metrics import summarize
 from torchext.scheduling.placements import TypeAware, comparative_advantage, fastest_type, packed, spread
 from torchext.scheduling.plots import plot
@@ -83,6 +83,7 @@ __all__ = [
     "TypeAware",
     "World",
     "comparative_advantage",
+    "explain_starts",
     "fastest_type",
     "make_policy",
     "packed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchext.scheduling.scheduler import Scheduler
@@ -58,12 +59,18 @@ class Plan:
 def plan(scheduler: Scheduler) -> Plan:
     """Says what `Scheduler.decide` would do now, and why, without doing it."""
     trial = scheduler.copy()
-    starts = trial.decide()
+    starts = explain_starts(trial.decide(), trial)
     waiting = trial.waiting()
     return Plan(
-        starts=tuple(_explain_start(start, waiting, trial.state) for start in starts),
+        starts=starts,
         waits=tuple(PlannedWait(job.id, score, _explain_wait(score, job, trial)) for score, job in waiting),
     )
+
+
+def explain_starts(starts: Sequence[Start], scheduler: Scheduler) -> tuple[PlannedStart, ...]:
+    """Gives the reasons of starts that the scheduler has just decided."""
+    waiting = scheduler.waiting() if starts else []
+    return tuple(_explain_start(start, waiting, scheduler.state) for start in starts)
 
 
 def _explain_start(start: Start, waiting: list[tuple[float, Job]], state: ClusterState) -> PlannedStart:

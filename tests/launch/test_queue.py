@@ -1,0 +1,153 @@
+"""The queue with real daemons, agents and workers, killed and told to stop."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.programs import WORKER, Program, children
+from tests.launch.queues import Queue
+from torchext import cli
+from torchext.launch.errors import LaunchError
+from torchext.launch.queue.client import Client
+from torchext.launch.queue.folders import read_json
+
+
+def _runner(queue: Queue, job: int, run: int = 1, machine: str = "node0") -> int:
+    """The process that runs the first node's part of a job: the keeper of `torchext run`."""
+    folder = queue.folder / "machines" / machine / str(job) / f"run-{run}" / "node-0"
+    pid: int = read_json(folder / "pid.json")["pid"]
+    return pid
+
+
+def _queue(capsys: pytest.CaptureFixture[str], queue: Queue, *words: str) -> tuple[int, str, str]:
+    status = cli.main(["queue", words[0], "--queue", str(queue.folder), *words[1:]])
+    printed = capsys.readouterr()
+    return status, printed.out, printed.err
+
+
+def test_jobs_are_submitted_run_and_told_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Queue(tmp_path / "q", options=("--listen", "127.0.0.1:0")) as queue:
+        words = (
+            "--nproc-per-node",
+            "2",
+            "--grace",
+            "5",
+            "--name",
+            "hello",
+            WORKER,
+            "show",
+            "TORCHEXT_JOB_ID",
+            "say",
+            "hi",
+        )
+        command = [sys.executable, "-m", "torchext", "run", "--queue", str(queue.folder), *words]
+        with Program(command) as submitting:
+            assert (submitting.wait(), submitting.output) == (0, "job 1\n")
+            queue.wait_for_state(1, "done")  # within the block: at its end all ends that descends from the command
+        go = tmp_path / "go"
+        blocked = queue.submit("--nproc-per-node", "2", WORKER, "wait", str(go))
+        queue.wait_for_state(blocked, "running")
+        monkeypatch.setenv("TORCHEXT_QUEUE", str(queue.folder))
+        log = queue.log(1)
+        assert "[hello node 0 rank 0]: up 0/2 attempt 0" in log
+        assert "[hello node 0 rank 1]: rank 1 hi" in log
+        assert "TORCHEXT_JOB_ID=1" in log
+        (file,) = queue.folder.glob("machines/node0/1/run-1/node-0/ranks/*/attempt_0/1/stdout.log")
+        assert "rank 1 hi" in file.read_text()
+        # The socket is the user's alone.
+        assert (queue.folder / "queue.sock").stat().st_mode & 0o777 == 0o600
+        assert queue.folder.stat().st_mode & 0o777 == 0o700
+        queue.submit("--nproc-per-node", "1", "--priority", "3", WORKER)
+        _, out, _ = _queue(capsys, queue, "ls")
+        assert [line.split()[:2] for line in out.splitlines()] == [["job", "name"], ["2", "worker"], ["3", "worker"]]
+        _, out, _ = _queue(capsys, queue, "plan")
+        # The score: an hour, as nobody knows better, and a little less for the short job that has ended.
+        assert re.fullmatch(r"job 3 waits, score 3000\.?\d*: needs 1 GPUs, 1 on each machine; 0 are free, .*\n", out)
+        _, out, _ = _queue(capsys, queue, "show", str(blocked))
+        assert "lowest that could start; on node0 (2 slots); expected speed 1" in out
+        status, out, _ = _queue(capsys, queue, "top", "--once")
+        assert status == 0
+        assert "node0" in out
+        # Over TCP the token is asked for; a wrong one is refused.
+        url = queue.daemon.wait_for(r"tcp://\S+")[0][0]
+        with Client(url, token="wrong") as client, pytest.raises(LaunchError, match="needs its token"):
+            client.call("jobs")
+        token = (queue.folder / "token").read_text()
+        assert (queue.folder / "token").stat().st_mode & 0o777 == 0o600
+        with Client(url, token=token) as client:
+            client.call("cancel", job=3)
+        status, _, err = _queue(capsys, queue, "cancel", "3")
+        assert (status, err) == (1, "torchext queue cancel: job 3 has ended already: cancelled\n")
+        go.touch()
+        queue.wait_for_state(blocked, "done")
+        status, _, _ = _queue(capsys, queue, "stop")
+        assert (status, queue.daemon.wait()) == (0, 0)
+        status, _, err = _queue(capsys, queue, "ls")
+        assert status == 1
+        assert "no queue answers" in err
+        assert "torchext queue start" in err
+
+
+def test_a_killed_daemon_loses_no_job_and_starts_none_twice(tmp_path: Path) -> None:
+    with Queue(tmp_path / "q") as queue:
+        go = tmp_path / "go"
+        running = queue.submit(
+            "--nproc-per-node", "1", "--grace", "9", WORKER, "save", "0.1", "say", "ready", "wait", str(go)
+        )
+        stopped = queue.submit("--nproc-per-node", "1", "--grace", "9", WORKER, "save", "0.1", "say", "ready", "stay")
+        waiting = queue.submit("--nproc-per-node", "2", WORKER)
+        for job in (running, stopped):
+            queue.wait_for_log(job, "ready")
+        keeper = _runner(queue, running)
+        with pytest.raises(AssertionError, match=r"a queue runs in .* already"):
+            Queue(tmp_path / "q").start()
+        queue.kill()
+        queue.start()
+        assert _runner(queue, running) == keeper
+        queue.client.call("cancel", job=stopped)
+        queue.wait_for_state(stopped, "cancelled")
+        assert "rank 0 saved" in queue.log(stopped)
+        queue.kill()
+        go.touch()  # it ends while nobody looks
+        with pytest.raises(ChildProcessError):
+            os.waitpid(keeper, 0)  # not ours: it has outlived its parent
+        queue.start()
+        queue.wait_for_state(running, "done")
+        queue.wait_for_state(waiting, "done")
+        for job in (running, stopped, waiting):
+            assert queue.job(job)["num_runs"] == 1
+        assert queue.log(running).count("up 0/1") == 1
+
+
+def test_jobs_outlive_what_is_killed_of_them_and_nothing_is_left(tmp_path: Path) -> None:
+    with Queue(tmp_path / "q") as queue:
+        go = tmp_path / "go"
+        job = queue.submit("--grace", "1", WORKER, "spawn", "say", "ready", "wait", str(go))
+        queue.wait_for_log(job, "ready", 1)
+        started = queue.daemon.processes() - {queue.daemon.pid}
+        keeper = _runner(queue, job, 1)
+        (agent,) = children(keeper)
+        for pid in (keeper, agent):
+            os.kill(pid, signal.SIGKILL)  # nobody is left to end the child in a session of its own
+        queue.wait_for_log(job, "ready", 2)
+        assert not started & queue.daemon.processes()
+        (agent,) = children(_runner(queue, job, 2))
+        os.kill(agent, signal.SIGKILL)
+        queue.wait_for_log(job, "ready", 3)
+        go.touch()
+        queue.wait_for_state(job, "done")
+        outcomes = [run["outcome"] for run in queue.job(job)["runs"]]
+        assert outcomes == [
+            "a node or agent was lost; requeued",
+            "killed from outside (status 137); requeued",
+            "done",
+        ]
+        queue.wait_until(lambda: queue.daemon.processes() == {queue.daemon.pid})

@@ -1,0 +1,576 @@
+"""Turns decisions of the policy into runs, and what becomes of runs into what the policy knows.
+
+Everything that matters is in the `Store` before it is done. What runs is found again by its folder (see `folders`), so
+that a dispatcher made anew goes on where another was killed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchext.launch.errors import LaunchError
+from torchext.launch.queue.node import Node
+from torchext.launch.queue.store import JobRow, RunRow, Store
+from torchext.launch.queue.types import JobState, Part, PartKey, PartReport, PartState, Submission, Why
+from torchext.scheduling import (
+    Cluster,
+    ClusterState,
+    Job,
+    Learns,
+    Placement,
+    Plan,
+    PlannedStart,
+    Policy,
+    Running,
+    Scheduler,
+    Start,
+    Steps,
+    explain_starts,
+    plan,
+)
+
+logger = logging.getLogger(__name__)
+
+_MOST_LOSSES = 3  # runs of a job that may be lost with their node or agent; beyond, the job is likely what kills them
+_OVER = (PartState.ENDED, PartState.LOST, PartState.ABSENT)
+
+
+class Clock:
+    """Seconds since 1970 that never go back or jump: not when the system's clock is set, nor over a restart.
+
+    Args:
+        not_before_s: The latest time of an earlier life.
+    """
+
+    def __init__(self, not_before_s: float = 0.0) -> None:
+        self._base_s = max(time.time(), not_before_s) - time.monotonic()
+
+    def now_s(self) -> float:
+        """Returns the time."""
+        return self._base_s + time.monotonic()
+
+
+class Dispatcher:
+    """The queue of one cluster. Not thread-safe; `tick` has to be called again and again.
+
+    Args:
+        store: Its memory; what it holds is taken over.
+        cluster: The machines.
+        policy: Who runs next and where.
+        nodes: The machines again, by name, as things that can start processes.
+        folder: For files of jobs.
+
+    Raises:
+        LaunchError: A job runs on a machine that the cluster does not have.
+    """
+
+    def __init__(
+        self, store: Store, cluster: Cluster, policy: Policy, nodes: Mapping[str, Node], *, folder: Path
+    ) -> None:
+        self._store = store
+        self._nodes = nodes
+        self._folder = folder
+        self._clock = Clock(store.clock_s())
+        self._clock_saved_s = 0.0
+        self._machines = {machine.name: index for index, machine in enumerate(cluster.machines)}
+        self._cluster = cluster
+        self._scheduler = Scheduler(policy, ClusterState(cluster))
+        self._rows: dict[int, JobRow] = {}  # jobs that have not ended
+        self._jobs: dict[int, Job] = {}  # those of them that the scheduler knows
+        self._runs: list[RunRow] = []  # not over, by decision
+        self._next_step: dict[int, float] = {}
+        self._away: set[str] = set()  # machines that cannot be asked
+        self._recover()
+
+    # What users ask for
+
+    def submit(self, submission: Submission) -> int:
+        """Takes a job in; it is kept once this returns.
+
+        Returns:
+            Its number.
+
+        Raises:
+            LaunchError: The cluster could never run it.
+        """
+        if submission.nproc_per_node is None:
+            largest = max(machine.num_gpus for machine in self._cluster.machines)
+            submission = dataclasses.replace(submission, nproc_per_node=largest)
+        try:
+            job = _job(JobRow(0, submission, self._clock.now_s(), JobState.WAITING))
+        except ValueError as error:
+            raise LaunchError(str(error)) from None
+        if self._scheduler.policy.place(job, ClusterState(self._cluster)) is None:
+            raise LaunchError(self._too_large(submission))
+        with self._store.transaction():
+            row = self._store.add_job(submission, self._clock.now_s())
+        self._rows[row.id] = row
+        self._enter(row)
+        return row.id
+
+    def cancel(self, number: int) -> None:
+        """Ends a job for good: at once if it waits, within its grace if it runs.
+
+        Raises:
+            LaunchError: There is no such job, or it has ended.
+        """
+        row = self._find(number)
+        if row.state.ended:
+            raise LaunchError(f"job {number} has ended already: {row.state.value}")
+        started = [run for run in self._runs_of(number) if run.start_s is not None]
+        # A run that makes room is out of the scheduler's books already, its job in line or placed anew.
+        in_line = all(run.why is not None and run.why.makes_room for run in started)
+        with self._store.transaction():
+            self._drop_unstarted(number, "cancelled before it started")
+            for run in started:
+                run.why = Why.PREEMPT_CANCEL if run.why is not None and run.why.makes_room else Why.CANCEL
+                self._store.save_run(run)
+            if not started:
+                self._end_job(row, JobState.CANCELLED, "cancelled")
+        if in_line:
+            self._leave(number)
+
+    def requeue(self, number: int) -> None:
+        """Puts a job back in line: a running one is stopped first, within its grace; an ended one starts anew.
+
+        Raises:
+            LaunchError: There is no such job, or it waits already.
+        """
+        row = self._find(number)
+        if row.state.ended:
+            row.state, row.reason, row.failures, row.losses, row.end_s = JobState.WAITING, "requeued", 0, 0, None
+            with self._store.transaction():
+                self._store.save_job(row)
+            self._rows[number] = row
+            self._enter(row)
+            return
+        started = [run for run in self._runs_of(number) if run.start_s is not None and run.why is None]
+        if not started:
+            raise LaunchError(f"job {number} waits already")
+        self._ask_to_end(started, Why.REQUEUE)
+
+    def drain(self, machine: str, *, now: bool = False) -> None:
+        """Lets a machine take no new jobs; with ``now``, also stops those on it and puts them back in line.
+
+        Raises:
+            LaunchError: There is no such machine.
+        """
+        self._check_machine(machine)
+        self._store.set_drained(machine, True)
+        self._open_or_close(machine)
+        if now:
+            here = [run for run in self._runs if run.why is None and machine in dict(run.machines)]
+            self._ask_to_end([run for run in here if run.start_s is not None], Why.REQUEUE)
+
+    def undrain(self, machine: str) -> None:
+        """Lets a machine take jobs again.
+
+        Raises:
+            LaunchError: There is no such machine.
+        """
+        self._check_machine(machine)
+        self._store.set_drained(machine, False)
+        self._open_or_close(machine)
+
+    # What users ask about
+
+    def plan(self) -> Plan:
+        """Says what would start now, and why; and why others wait."""
+        self._scheduler.state.now_s = self._clock.now_s()
+        return plan(self._scheduler)
+
+    def now_s(self) -> float:
+        """The time on the clock of the queue."""
+        return self._clock.now_s()
+
+    def jobs(self) -> list[JobRow]:
+        """Lists all jobs."""
+        return self._store.jobs()
+
+    def job(self, number: int) -> JobRow:
+        """Finds a job.
+
+        Raises:
+            LaunchError: There is none of that number.
+        """
+        return self._find(number)
+
+    def runs(self, number: int) -> list[RunRow]:
+        """Lists the runs of a job."""
+        return self._store.runs(number)
+
+    def machines(self) -> list[tuple[str, str, int, int, list[int]]]:
+        """Lists machines: name, state, slots, free slots, jobs there."""
+        drained = self._store.drained()
+        listed = []
+        for machine in self._cluster.machines:
+            state = "away" if machine.name in self._away else "drained" if machine.name in drained else "up"
+            here = [run for run in self._runs if run.start_s is not None and machine.name in dict(run.machines)]
+            used = sum(dict(run.machines)[machine.name] for run in here)
+            listed.append(
+                (machine.name, state, machine.num_gpus, machine.num_gpus - used, sorted(run.job for run in here))
+            )
+        return listed
+
+    def read_log(self, key: PartKey, offset: int, size: int) -> tuple[bytes, bool]:
+        """Reads what a part has printed; says, too, whether more may come.
+
+        Raises:
+            LaunchError: There is no such part.
+        """
+        run = next((run for run in self._store.runs(key.job) if run.number == key.run), None)
+        if run is None or not 0 <= key.node < len(run.machines):
+            raise LaunchError(f"job {key.job} has no run {key.run} with a node {key.node}")
+        over = run.outcome is not None
+        return self._nodes[run.machines[key.node][0]].read_log(key, offset, size), not over
+
+    # What happens
+
+    def tick(self) -> None:
+        """Looks at what runs, decides what starts, starts it."""
+        for run in list(self._runs):
+            if run.start_s is not None:
+                self._watch(run)
+        self._decide()
+        for run in list(self._runs):
+            if run.start_s is None:
+                self._try_to_launch(run)
+        now_s = self._clock.now_s()
+        if now_s > self._clock_saved_s + 10:
+            self._store.save_clock(now_s)
+            self._clock_saved_s = now_s
+
+    def set_away(self, machine: str, away: bool) -> None:
+        """Takes note that a machine can, or cannot, be asked for new work."""
+        (self._away.add if away else self._away.discard)(machine)
+        self._open_or_close(machine)
+
+    def _recover(self) -> None:
+        """Takes over what the store knows."""
+        policy = self._scheduler.policy
+        self._scheduler.state.now_s = self._clock.now_s()
+        if isinstance(policy, Learns):
+            for row in self._store.jobs(JobState.DONE):
+                policy.finished(_job(row), row.run_s, row.run_s)
+        for row in self._store.jobs(JobState.WAITING, JobState.RUNNING):
+            self._rows[row.id] = row
+        self._runs = self._store.open_runs()
+        for run in self._runs:
+            for name, _ in run.machines:
+                self._check_machine(name)
+        for row in self._rows.values():
+            runs = self._runs_of(row.id)
+            holding = [run for run in runs if run.why is None or not run.why.makes_room]
+            if not holding:
+                if not any(run.why is Why.PREEMPT_CANCEL for run in runs):
+                    self._enter(row)
+                continue
+            job = self._jobs[row.id] = _job(row)
+            placement = Placement(tuple((self._machines[name], slots) for name, slots in holding[-1].machines))
+            if any(self._scheduler.state.free[index] < slots for index, slots in placement.gpus):
+                raise LaunchError(
+                    f"job {row.id} runs on {', '.join(name for name, _ in holding[-1].machines)}, which the cluster "
+                    "file now gives fewer slots than are in use; let it end, or cancel it, with the old file first"
+                )
+            running = self._scheduler.adopt(
+                job, placement, holding[-1].start_s or self._clock.now_s(), service_gpu_s=row.run_s * job.num_gpus
+            )
+            running.speed = self._scheduler.state.speed(job, placement)
+            self._expect_step(running)
+        for name in self._machines:
+            self._open_or_close(name)
+
+    def _watch(self, run: RunRow) -> None:
+        reports = [self._nodes[name].look(key) for key, (name, _) in zip(run.keys(), run.machines, strict=True)]
+        states = [report.state for report in reports]
+        if run.why is None:
+            failed = any(report.state is PartState.LOST or report.status for report in reports)
+            if failed and len(reports) > 1 and not all(state in _OVER for state in states):
+                self._ask_to_end([run], Why.PEER)
+            elif not failed:
+                for key, report in zip(run.keys(), reports, strict=True):
+                    # The first says where the others find it. It is absent only if we were killed before starting it.
+                    if report.state is PartState.ABSENT and (key.node == 0 or reports[0].endpoint is not None):
+                        self._start_part(run, key, reports[0].endpoint)
+                return self._conclude(run, reports) if all(s is PartState.ENDED for s in states) else None
+        if run.why is not None:
+            for key, (name, _), state in zip(run.keys(), run.machines, states, strict=True):
+                if state is PartState.RUNNING:
+                    self._nodes[name].end(key)
+        if all(state in _OVER for state in states):
+            self._conclude(run, reports)
+        return None
+
+    def _conclude(self, run: RunRow, reports: list[PartReport]) -> None:
+        """All of a run has ended: says what that means for its job."""
+        row = self._rows[run.job]
+        now_s = self._clock.now_s()
+        run.end_s = now_s
+        assert run.start_s is not None
+        row.run_s += now_s - run.start_s
+        ended, outcome, again = self._judge(row, run, reports)
+        run.outcome = outcome
+        with self._store.transaction():
+            self._store.save_run(run)
+            self._runs.remove(run)
+            if ended is not None:
+                # A run that was to make room has done so, and another may have been decided; it is not needed.
+                self._drop_unstarted(row.id, "not needed: the job has ended")
+                self._end_job(row, ended, outcome)
+            else:
+                if not self._runs_of(row.id):
+                    row.state = JobState.WAITING
+                row.reason = outcome
+                self._store.save_job(row)
+        self._tell_scheduler(row, run, ended, again)
+        logger.info("job %d, run %d: %s", row.id, run.number, outcome)
+
+    def _judge(self, row: JobRow, run: RunRow, reports: list[PartReport]) -> tuple[JobState | None, str, bool]:
+        """Says what the job ends as (None: it waits again), why in words, and whether it has to be put in line."""
+        if all(report.state is PartState.ENDED and report.status == 0 for report in reports):
+            return JobState.DONE, "done", False
+        if run.why in (Why.CANCEL, Why.PREEMPT_CANCEL):
+            return JobState.CANCELLED, "cancelled", False
+        if run.why in (Why.PREEMPT, Why.REQUEUE):
+            return None, run.why.value, run.why is Why.REQUEUE
+        statuses = [report.status for report in reports if report.status]
+        # A peer of one that has failed is ended by us, with 143.
+        own = [status for status in statuses if not _by_signal(status)]
+        if not own:
+            row.losses += 1
+            words = "a node or agent was lost" if not statuses else f"killed from outside (status {statuses[0]})"
+            if row.losses <= _MOST_LOSSES:
+                return None, f"{words}; requeued", True
+            return JobState.FAILED, f"{words}, as {_MOST_LOSSES} runs before: not tried again", False
+        row.failures += 1
+        if row.failures <= row.submission.retries:
+            return None, f"failed with status {own[0]}; retry {row.failures} of {row.submission.retries}", True
+        return JobState.FAILED, f"failed with status {own[0]}", False
+
+    def _tell_scheduler(self, row: JobRow, run: RunRow, ended: JobState | None, again: bool) -> None:
+        job = self._jobs.get(row.id)
+        if job is None:
+            return
+        scheduler = self._scheduler
+        scheduler.state.now_s = self._clock.now_s()
+        holds = job.id in scheduler.state.running and not (run.why is not None and run.why.makes_room)
+        if ended is JobState.DONE and holds:
+            scheduler.finish(job)
+            del self._jobs[row.id]
+        elif ended is not None:
+            self._leave(row.id)
+        elif again and holds:
+            scheduler.evict(job, scheduler.state.running[job.id].progress(scheduler.state.now_s))
+
+    def _decide(self) -> None:
+        scheduler = self._scheduler
+        scheduler.state.now_s = self._clock.now_s()
+        self._rescore()
+        starts = scheduler.decide()
+        for start, planned in zip(starts, explain_starts(starts, scheduler), strict=True):
+            if int(start.job.id) in self._jobs:  # else it was cancelled, and has been displaced in this very moment
+                self._place(start, planned)
+
+    def _rescore(self) -> None:
+        """Tells a scheduler whose policy has steps which jobs have reached the next."""
+        state = self._scheduler.state
+        for running in list(state.running.values()):
+            if running.service_gpu_s(state.now_s) >= self._next_step[int(running.job.id)]:
+                self._scheduler.rescored(running.job)
+                self._expect_step(running)
+
+    def _expect_step(self, running: Running) -> None:
+        """Takes note of the service at which the score of a running job will rise."""
+        policy = self._scheduler.policy
+        service = running.service_gpu_s(self._scheduler.state.now_s)
+        step = policy.next_step(running.job, service) if isinstance(policy, Steps) else math.inf
+        self._next_step[int(running.job.id)] = step
+
+    def _place(self, start: Start, planned: PlannedStart) -> None:
+        """Keeps a decision; it is carried out once there is room."""
+        row = self._rows[int(start.job.id)]
+        running = self._scheduler.state.running.get(start.job.id)
+        if running is not None:  # else another of the same moment has displaced it
+            running.speed = self._scheduler.state.speed(start.job, start.placement)
+            self._expect_step(running)
+        row.num_runs += 1
+        row.state, row.reason = JobState.RUNNING, ""
+        machines = tuple((self._cluster.machines[index].name, slots) for index, slots in start.placement.gpus)
+        run = RunRow(row.id, row.num_runs, machines, self._clock.now_s(), explain(planned))
+        with self._store.transaction():
+            for displaced in start.displaced:
+                number = int(displaced.job.id)
+                self._drop_unstarted(number, "preempted before it started")
+                for other in self._runs_of(number):
+                    if other.why is None or not other.why.makes_room:
+                        other.why = Why.PREEMPT_CANCEL if other.why is Why.CANCEL else Why.PREEMPT
+                        self._store.save_run(other)
+                if not self._runs_of(number):
+                    self._rows[number].state = JobState.WAITING
+                    self._store.save_job(self._rows[number])
+            self._store.save_run(run)
+            self._store.save_job(row)
+        self._runs.append(run)
+        for displaced in start.displaced:  # the scheduler has put them in line, those that were cancelled, too
+            if any(other.why is Why.PREEMPT_CANCEL for other in self._runs_of(int(displaced.job.id))):
+                self._leave(int(displaced.job.id))
+
+    def _try_to_launch(self, run: RunRow) -> None:
+        """Starts a run if its slots are free and an earlier run of its job is over."""
+        started = [other for other in self._runs if other.start_s is not None]
+        if any(other.job == run.job for other in started):
+            return
+        slots: list[tuple[int, ...]] = []
+        for name, count in run.machines:
+            taken = {
+                slot
+                for other in started
+                for (there, _), used in zip(other.machines, other.slots or (), strict=True)
+                if there == name
+                for slot in used
+            }
+            free = [slot for slot in range(self._cluster.machines[self._machines[name]].num_gpus) if slot not in taken]
+            if len(free) < count or name in self._away:
+                return
+            slots.append(tuple(free[:count]))
+        run.slots, run.start_s = tuple(slots), self._clock.now_s()
+        with self._store.transaction():
+            self._store.save_run(run)
+        self._start_part(run, run.keys()[0], None)
+
+    def _start_part(self, run: RunRow, key: PartKey, endpoint: str | None) -> None:
+        row = self._rows[run.job]
+        asked = row.submission
+        assert run.slots is not None
+        assert asked.nproc_per_node is not None
+        words = ["--nnodes", str(len(run.machines)), "--nproc-per-node", str(asked.nproc_per_node)]
+        words += ["--grace", f"{asked.grace_s:g}"]
+        if len(run.machines) > 1:
+            words += ["--node-rank", str(key.node), "--rdzv-backend", "c10d", "--rdzv-id", f"{run.job}.{run.number}"]
+            words += ["--rdzv-endpoint", endpoint or "localhost:0", "--rdzv-conf", f"is_host={key.node == 0}"]
+        job_folder = self._folder / "jobs" / str(run.job)
+        job_folder.mkdir(parents=True, exist_ok=True)
+        env = {
+            **asked.env,
+            "TORCHEXT_JOB": asked.name,
+            "TORCHEXT_JOB_ID": str(run.job),
+            "TORCHEXT_RUN": str(run.number),
+            "TORCHEXT_JOB_FOLDER": str(job_folder),
+        }
+        part = Part(
+            key=key,
+            words=(*asked.options, *words, *asked.command),
+            python=asked.python,
+            cwd=asked.cwd,
+            env=env,
+            grace_s=asked.grace_s,
+            slots=run.slots[key.node],
+            holds_store=key.node == 0 and len(run.machines) > 1,
+        )
+        self._nodes[run.machines[key.node][0]].start(part)
+
+    # Helpers
+
+    def _find(self, number: int) -> JobRow:
+        row = self._rows.get(number) or self._store.job(number)
+        if row is None:
+            raise LaunchError(f"there is no job {number}")
+        return row
+
+    def _runs_of(self, number: int) -> list[RunRow]:
+        return [run for run in self._runs if run.job == number]
+
+    def _check_machine(self, name: str) -> None:
+        if name not in self._machines:
+            raise LaunchError(f"the cluster has no machine {name!r}, only {', '.join(self._machines)}")
+
+    def _open_or_close(self, name: str) -> None:
+        index = self._machines[name]
+        wanted = name not in self._away and name not in self._store.drained()
+        if wanted != self._scheduler.state.is_open(index):
+            (self._scheduler.open if wanted else self._scheduler.close)(index)
+
+    def _enter(self, row: JobRow) -> None:
+        job = self._jobs[row.id] = _job(row)
+        self._scheduler.state.now_s = self._clock.now_s()
+        self._scheduler.submit(job, service_gpu_s=row.run_s * job.num_gpus, progress_s=row.run_s)
+
+    def _leave(self, number: int) -> None:
+        job = self._jobs.pop(number, None)
+        if job is not None:
+            self._scheduler.withdraw(job)
+        self._next_step.pop(number, None)
+
+    def _end_job(self, row: JobRow, state: JobState, reason: str) -> None:
+        row.state, row.reason, row.end_s = state, reason, self._clock.now_s()
+        self._store.save_job(row)
+        self._rows.pop(row.id, None)
+
+    def _drop_unstarted(self, number: int, outcome: str) -> None:
+        for run in self._runs_of(number):
+            if run.start_s is None:
+                run.outcome, run.end_s = outcome, self._clock.now_s()
+                self._store.save_run(run)
+                self._runs.remove(run)
+
+    def _ask_to_end(self, runs: list[RunRow], why: Why) -> None:
+        with self._store.transaction():
+            for run in runs:
+                run.why = why
+                self._store.save_run(run)
+
+    def _too_large(self, asked: Submission) -> str:
+        machines = self._cluster.machines
+        cap = asked.max_price_per_gpu_hour
+        fitting = [m for m in machines if m.num_gpus >= (asked.nproc_per_node or 1)]
+        words = f"the cluster can never run {asked.num_nodes} node(s) with {asked.nproc_per_node} process(es) each: "
+        if not fitting:
+            return words + f"its largest machine has {max(m.num_gpus for m in machines)} slots (--nproc-per-node)"
+        if len(fitting) < asked.num_nodes:
+            return words + f"only {len(fitting)} of its machines have so many slots (--nnodes)"
+        return words + f"too few of its machines cost no more than {cap:g} per GPU and hour (--max-price)"
+
+
+def explain(planned: PlannedStart) -> str:
+    """Puts the reasons of a start in words."""
+    where = ", ".join(f"{name} ({slots} slot{'s' * (slots > 1)})" for name, slots in planned.machines)
+    words = f"score {planned.score:.6g}, the lowest that could start; on {where}; expected speed {planned.speed:.3g}"
+    if planned.speed_sd is not None:
+        words += f" +- {planned.speed_sd:.2g}"
+    if planned.passed:
+        words += f"; passes {_some(planned.passed)}, for which there is no room"
+    if planned.displaced:
+        words += f"; stops {_some(planned.displaced)}"
+    return words
+
+
+def _some(jobs: tuple[str, ...]) -> str:
+    more = f" and {len(jobs) - 5} more" if len(jobs) > 5 else ""
+    return f"job{'s' * (len(jobs) > 1)} {', '.join(jobs[:5])}{more}"
+
+
+def _by_signal(status: int) -> bool:
+    """Whether this is how `torchext run` ends when a signal ends it: sent by us, by the system, or by hand."""
+    return status > 128
+
+
+def _job(row: JobRow) -> Job:
+    asked = row.submission
+    assert asked.nproc_per_node is not None
+    return Job(
+        id=str(row.id),
+        submit_s=row.submit_s,
+        num_gpus=asked.num_nodes * asked.nproc_per_node,
+        tenant=asked.user,
+        job_class=asked.job_class,
+        estimate_s=asked.estimate_s,
+        deadline_s=asked.deadline_s,
+        gpus_per_node=asked.nproc_per_node,
+        priority=asked.priority,
+        max_price_per_gpu_hour=asked.max_price_per_gpu_hour,
+    )

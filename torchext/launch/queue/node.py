@@ -1,0 +1,200 @@
+"""One machine: starts parts there, sees what has become of them, ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Protocol
+
+from torchext.launch.queue import folders
+from torchext.launch.queue.types import Part, PartKey, PartReport, PartState
+
+logger = logging.getLogger(__name__)
+
+_MARK = "TORCHEXT_PART"  # in the environment of all processes of a part; its value is the folder
+_SPARE_S = 15.0  # beyond the grace, before what should have ended is killed from outside
+
+
+class Node(Protocol):
+    """A machine as the dispatcher sees it. Nothing blocks for long."""
+
+    def start(self, part: Part) -> None:
+        """Starts a part, once: one that has been started before is left alone."""
+        ...
+
+    def look(self, key: PartKey) -> PartReport:
+        """Says what has become of a part."""
+        ...
+
+    def end(self, key: PartKey) -> None:
+        """Asks a part to end, within its grace. May be called again and again."""
+        ...
+
+    def read_log(self, key: PartKey, offset: int, size: int) -> bytes:
+        """Reads what a part has printed, from an offset on."""
+        ...
+
+
+class LocalNode:
+    """This machine, or a share of it.
+
+    Args:
+        folder: For the folders of parts.
+        address: Where other nodes reach this one.
+        devices: What stands for each slot in CUDA_VISIBLE_DEVICES; None where slots are CPUs.
+    """
+
+    def __init__(self, folder: Path, *, address: str = "127.0.0.1", devices: tuple[str, ...] | None = None) -> None:
+        self._folder = folder
+        self._address = address
+        self._devices = devices
+        self._children: dict[PartKey, subprocess.Popen[bytes]] = {}
+        self._kill_at: dict[PartKey, float] = {}  # parts that are asked to end
+        self._signalled: set[PartKey] = set()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def start(self, part: Part) -> None:
+        """See `Node`.
+
+        Raises:
+            OSError: The folder cannot be written.
+        """
+        folder = self._path(part.key)
+        if folder.exists():
+            return
+        # What the user has asked for comes after these words, and so holds. The environment may hold secrets.
+        ranks = ("--tee", "3", "--log-dir", str(folder / "ranks"), "--local-addr", self._address)
+        fields = {**part.to_dict(), "words": [*ranks, *part.words], "env": {}}
+        # Made aside, so that a folder is there whole or not at all.
+        making = folder.with_name(f".{folder.name}")
+        shutil.rmtree(making, ignore_errors=True)
+        making.mkdir(parents=True)
+        folders.write_whole(making / "part.json", json.dumps(fields))
+        held = folders.lock(making / "lock")
+        assert held is not None
+        try:
+            making.rename(folder)
+            self._spawn(part, folder, held)
+        finally:
+            os.close(held)
+
+    def _spawn(self, part: Part, folder: Path, held: int) -> None:
+        env = {**part.env, _MARK: str(folder)}
+        if self._devices is not None:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices[slot] for slot in part.slots)
+        if part.holds_store:
+            env["TORCHEXT_ENDPOINT_FILE"] = str(folder / "endpoint")
+        with open(folder / "output.log", "ab") as output:
+            try:
+                child = subprocess.Popen(
+                    [part.python, "-m", "torchext.launch.queue.runner", str(folder)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    cwd=part.cwd,
+                    env=env,
+                    pass_fds=[held],
+                    start_new_session=True,
+                )
+            except OSError as error:
+                output.write(f"torchext: cannot start {part.python} in {part.cwd}: {error}\n".encode())
+                folders.write_whole(folder / "result.json", json.dumps({"status": 1, "end_s": time.time()}))
+                return
+        self._children[part.key] = child
+        folders.write_pid(folder, child.pid)
+
+    def look(self, key: PartKey) -> PartReport:
+        """See `Node`."""
+        folder = self._path(key)
+        if not folder.exists():
+            return PartReport(PartState.ABSENT)
+        child = self._children.get(key)
+        if child is not None:
+            child.poll()  # else it would stay as one that has ended and is not waited for
+        if folders.is_locked(folder / "lock"):
+            self._follow_up(key, folder)
+            return PartReport(PartState.RUNNING, endpoint=_read_endpoint(folder))
+        result = folders.read_json(folder / "result.json")
+        self._children.pop(key, None)
+        self._kill_at.pop(key, None)
+        self._signalled.discard(key)
+        if result is None:
+            _kill_marked(folder)
+            return PartReport(PartState.LOST)
+        return PartReport(PartState.ENDED, status=result["status"], endpoint=_read_endpoint(folder))
+
+    def end(self, key: PartKey) -> None:
+        """See `Node`."""
+        folder = self._path(key)
+        if not folder.exists():
+            return
+        (folder / "end").touch()
+        self._follow_up(key, folder)
+
+    def read_log(self, key: PartKey, offset: int, size: int) -> bytes:
+        """See `Node`."""
+        try:
+            with open(self._path(key) / "output.log", "rb") as file:
+                file.seek(offset)
+                return file.read(size)
+        except FileNotFoundError:
+            return b""
+
+    def _path(self, key: PartKey) -> Path:
+        return self._folder / str(key.job) / f"run-{key.run}" / f"node-{key.node}"
+
+    def _follow_up(self, key: PartKey, folder: Path) -> None:
+        """Sees to it that a part that runs, and has been asked to end, does."""
+        if not (folder / "end").exists():
+            return
+        now = time.monotonic()
+        if key not in self._kill_at:
+            self._kill_at[key] = now + folders.read_json(folder / "part.json")["grace_s"] + _SPARE_S
+        if key not in self._signalled and _signal(folder):
+            self._signalled.add(key)
+        if now > self._kill_at[key]:
+            logger.warning("part %s has not ended in its grace: killing it", key)
+            _kill_marked(folder)
+
+
+def _read_endpoint(folder: Path) -> str | None:
+    try:
+        return (folder / "endpoint").read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _signal(folder: Path) -> bool:
+    """Sends the runner SIGTERM, and nobody else who may have its number by now; says whether it is known."""
+    known = folders.read_json(folder / "pid.json")
+    if known is None:
+        return False
+    try:
+        handle = os.pidfd_open(known["pid"])
+    except ProcessLookupError:
+        return True
+    try:
+        if folders.start_time(known["pid"]) == known["start"]:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(handle, signal.SIGTERM)
+    finally:
+        os.close(handle)
+    return True
+
+
+def _kill_marked(folder: Path) -> None:
+    """Kills all that was started for a part and still lives."""
+    wanted = f"{_MARK}={folder}".encode()
+    for entry in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if wanted in entry.read_bytes().split(b"\0"):
+                os.kill(int(entry.parent.name), signal.SIGKILL)
+        except OSError:
+            continue  # it has ended, or is another user's

@@ -1,0 +1,71 @@
+"""From a command line of ``torchext run --queue`` to a job."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.run import parse_min_max_nnodes
+
+from torchext.launch import arguments
+from torchext.launch.errors import LaunchError
+from torchext.launch.queue.client import Client
+from torchext.launch.queue.types import Submission
+
+
+def submission(args: argparse.Namespace, words: Sequence[str]) -> Submission:
+    """Describes the job that a command line asks for.
+
+    Args:
+        args: What the parser has made of it.
+        words: The words themselves.
+
+    Raises:
+        LaunchError: It cannot work, or not in a queue.
+    """
+    arguments.check(args)
+    low, high = parse_min_max_nnodes(args.nnodes)
+    if low != high:
+        raise LaunchError(f"--nnodes must be one number with --queue, got {args.nnodes!r}")
+    if args.standalone and high > 1:
+        raise LaunchError("--standalone is for one node; leave it out, the queue lets the nodes meet")
+    begin = len(words) - len(args.training_script_args) - 1
+    assert words[begin] == args.training_script
+    try:
+        nproc: int | None = int(args.nproc_per_node)
+    except ValueError:
+        nproc = None  # auto, gpu, cpu: what the machine has
+    return Submission(
+        name=args.name or Path(args.training_script).stem,
+        user=getpass.getuser(),
+        options=tuple(words[:begin]),
+        command=tuple(words[begin:]),
+        python=sys.executable,
+        cwd=str(Path.cwd()),
+        env=dict(os.environ),
+        num_nodes=high,
+        nproc_per_node=nproc,
+        grace_s=arguments.grace_s(args),
+        estimate_s=args.estimate,
+        deadline_s=None if args.deadline is None else time.time() + args.deadline,
+        job_class=args.job_class or "",
+        priority=args.priority or 0,
+        max_price_per_gpu_hour=args.max_price,
+        retries=args.retries or 0,
+    )
+
+
+def submit(args: argparse.Namespace, words: Sequence[str]) -> int:
+    """Submits the job; returns its number.
+
+    Raises:
+        LaunchError: It cannot work, the cluster could never run it, or no queue answers.
+    """
+    described = submission(args, words)
+    with Client(args.queue) as client:
+        return client.submit(described)
