@@ -18,6 +18,7 @@ import torchext
 # Name -> ("module:function", what it does, for the help).
 _COMMANDS = {
     "doctor": ("torchext.doctor.cli:main", "say what this machine offers to torchext, and how to get the rest"),
+    "node": ("torchext.launch.cli:node_main", "let a queue on another machine run jobs on this one"),
     "queue": ("torchext.launch.cli:queue_main", "order and place jobs: start a queue, look into it, stop jobs"),
     "run": ("torchext.launch.cli:run_main", "start a training script on one or many processes, as torchrun does"),
     "simulate": ("torchext.scheduling.cli:main", "try scheduling policies on recorded jobs and compare them"),

@@ -11,6 +11,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from torchext.launch import arguments
+from torchext.launch.durations import duration
 from torchext.launch.errors import LaunchError
 
 _OWN = {"grace", "queue", "name", "estimate", "deadline", "priority", "retries", "job_class", "max_price"}
@@ -69,13 +70,13 @@ def test_environment_sets_defaults_as_in_torchrun(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize(("text", "seconds"), [("90", 90), ("1.5h", 5400), ("40m", 2400), ("2d", 172800), ("7s", 7)])
 def test_times(text: str, seconds: float) -> None:
-    assert arguments.duration(text) == seconds
+    assert duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "-1", "5x", "nan", "1e400", "m"])
 def test_what_is_no_time_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="expected a time such as"):
-        arguments.duration(text)
+        duration(text)
 
 
 def test_grace_falls_back_to_what_torchrun_knows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -14,12 +13,11 @@ from typing import Any
 import torch
 from torch.distributed.run import get_args_parser, parse_min_max_nnodes
 
+from torchext.launch.durations import duration
 from torchext.launch.errors import LaunchError
 
 if sys.platform != "win32":
     import resource
-
-_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,18 +53,6 @@ def _prefer(made: argparse.ArgumentParser, names: set[str]) -> None:
         return [match for match in found if match[1] in names] or found
 
     made._get_option_tuples = find_preferred  # type: ignore[method-assign,assignment]
-
-
-def duration(text: str) -> float:
-    """Reads a time: seconds, or a number with s, m, h or d behind it. For argparse.
-
-    Raises:
-        argparse.ArgumentTypeError: It is none, or negative.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d*)?)([smhd]?)", text.strip())
-    if match is None or not math.isfinite(float(match[1])):
-        raise argparse.ArgumentTypeError(f"expected a time such as 90, 90s, 5m or 1.5h, got {text!r}")
-    return float(match[1]) * _UNITS_S[match[2]]
 
 
 # Say something to a queue only.

@@ -1,7 +1,8 @@
-"""The commands of this feature: ``torchext run`` and ``torchext queue``."""
+"""The commands of this feature: ``torchext run``, ``torchext queue`` and ``torchext node``."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 
@@ -31,10 +32,21 @@ def queue_main(argv: Sequence[str]) -> int:
     """Runs ``torchext queue``; returns its exit status."""
     from torchext.launch.queue.cli import parser
 
-    args = parser().parse_args(argv)
+    return _run(parser(), argv)
+
+
+def node_main(argv: Sequence[str]) -> int:
+    """Runs ``torchext node``; returns its exit status."""
+    from torchext.launch.queue.cli import node_parser
+
+    return _run(node_parser(), argv)
+
+
+def _run(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
+    args = parser.parse_args(argv)
     try:
         status: int = args.function(args)
     except LaunchError as error:
-        sys.stderr.write(f"torchext queue {args.command}: {error}\n")
+        sys.stderr.write(f"{parser.prog} {args.command}: {error}\n")
         return 1
     return status

@@ -6,12 +6,14 @@ import argparse
 import asyncio
 import logging
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+from torchext.launch.durations import duration
 from torchext.launch.errors import LaunchError
 from torchext.launch.queue.client import Client, default_folder
 
@@ -43,7 +45,17 @@ def parser() -> argparse.ArgumentParser:
     )
     start.add_argument("--policy", default="qssf", help="who runs next and where, default qssf; see torchext simulate")
     start.add_argument(
-        "--engine", choices=["local"], default="local", help="what runs jobs: this machine, for all of them"
+        "--engine",
+        choices=["local", "nodes"],
+        default="local",
+        help="what runs jobs: this machine, for all of the cluster; or node agents (torchext node join)",
+    )
+    start.add_argument(
+        "--lease",
+        type=duration,
+        default=300.0,
+        metavar="TIME",
+        help="how long jobs go on when their machine is silent, before they are requeued; default 5m",
     )
     start.add_argument(
         "--listen", metavar="HOST:PORT", help="take requests there, too; they need the token in the folder"
@@ -85,7 +97,8 @@ def _start(args: argparse.Namespace) -> int:
     if args.detach:
         return _detach(folder, args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    daemon = Daemon(folder, cluster=cluster, policy=args.policy)
+    lease_s = args.lease if args.engine == "nodes" else None
+    daemon = Daemon(folder, cluster=cluster, policy=args.policy, lease_s=lease_s)
     try:
         asyncio.run(daemon.run(listen=args.listen, ready=lambda url: print(_READY + url, flush=True)))
     finally:
@@ -95,7 +108,7 @@ def _start(args: argparse.Namespace) -> int:
 
 def _detach(folder: Path, args: argparse.Namespace) -> int:
     """Starts the same command without ``--detach`` in a session of its own and waits until it is ready."""
-    words = ["--folder", str(folder), "--policy", args.policy]
+    words = ["--folder", str(folder), "--policy", args.policy, "--engine", args.engine, "--lease", f"{args.lease:g}"]
     words += ["--cluster", args.cluster] if args.cluster else []
     words += ["--listen", args.listen] if args.listen else []
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -229,4 +242,32 @@ def _top(args: argparse.Namespace) -> int:
             show(client)
         else:
             watch(client)
+    return 0
+
+
+def node_parser() -> argparse.ArgumentParser:
+    """Makes the parser of ``torchext node``."""
+    made = argparse.ArgumentParser(prog="torchext node", description="Machines of a queue started with --engine nodes.")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    words = "run jobs of a queue on this machine, until SIGTERM"
+    one = commands.add_parser("join", help=words, description=words)
+    one.set_defaults(function=_join)
+    one.add_argument("url", metavar="URL", help="tcp://HOST:PORT (the token in TORCHEXT_QUEUE_TOKEN), or a folder")
+    one.add_argument(
+        "--name", default=socket.gethostname(), help="of this machine in the cluster file; default: its own"
+    )
+    one.add_argument(
+        "--folder", type=Path, help="for files of jobs; default NAME in machines/ beside the default queue"
+    )
+    one.add_argument("--address", help="where other machines reach this one; default: on the way to the queue")
+    return made
+
+
+def _join(args: argparse.Namespace) -> int:
+    from torchext.launch.queue.agent import join
+    from torchext.launch.queue.daemon import this_machine
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    folder = (args.folder or default_folder().parent / "machines" / args.name).absolute()
+    join(args.url, args.name, folder, address=args.address, devices=this_machine()[1])
     return 0

@@ -25,6 +25,10 @@ def default_folder() -> Path:
     return Path(state) / "torchext" / "queue"
 
 
+class QueueGoneError(LaunchError):
+    """No queue answers, or no longer; it may be back later."""
+
+
 class Client:
     """A connection to a queue; use it in a ``with`` block. For one thread.
 
@@ -35,7 +39,7 @@ class Client:
         timeout_s: For connecting, and for each answer.
 
     Raises:
-        LaunchError: Nobody answers there.
+        QueueGoneError: Nobody answers there.
     """
 
     def __init__(self, url: str | None = None, *, token: str | None = None, timeout_s: float = 30.0) -> None:
@@ -44,7 +48,7 @@ class Client:
         try:
             self._socket = _connect(where, timeout_s)
         except (OSError, ValueError) as error:
-            raise LaunchError(
+            raise QueueGoneError(
                 f"no queue answers at {where!r} ({error}); start one with: torchext queue start"
             ) from error
         self._file = self._socket.makefile("rb")
@@ -73,9 +77,9 @@ class Client:
             self._socket.sendall(json.dumps(request).encode() + b"\n")
             line = self._file.readline()
         except OSError as error:
-            raise LaunchError(f"lost the queue while waiting for its answer to {op!r}: {error}") from error
+            raise QueueGoneError(f"lost the queue while waiting for its answer to {op!r}: {error}") from error
         if not line:
-            raise LaunchError(f"the queue ended before it answered {op!r}")
+            raise QueueGoneError(f"the queue ended before it answered {op!r}")
         answer = json.loads(line)
         if "error" in answer:
             raise LaunchError(answer["error"])
@@ -99,6 +103,9 @@ class Client:
                     return
             else:
                 answer = self.call("log", job=job, run=number, node=node, offset=offset, size=_CHUNK)
+                if answer["again"]:  # it has to come from another machine
+                    time.sleep(_FOLLOW_S)
+                    continue
                 data = base64.b64decode(answer["data"])
                 offset += len(data)
                 if data:

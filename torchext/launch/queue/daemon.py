@@ -25,6 +25,7 @@ from torchext.launch.errors import LaunchError
 from torchext.launch.queue.dispatcher import Dispatcher
 from torchext.launch.queue.folders import lock
 from torchext.launch.queue.node import LocalNode, Node
+from torchext.launch.queue.remote import NotYet, RemoteNode
 from torchext.launch.queue.store import JobRow, RunRow, Store
 from torchext.launch.queue.types import PartKey, Submission
 from torchext.scheduling import Cluster, Machine, make_policy
@@ -58,12 +59,21 @@ class Daemon:
         folder: Where it keeps everything; one daemon per folder.
         cluster: The machines; None: this one.
         policy: Name of the policy.
+        lease_s: None: this machine runs the jobs of all machines. Otherwise node agents run them, and this is how long
+            jobs go on when their agent or machine is silent.
 
     Raises:
         LaunchError: Another daemon runs in the folder, or what it holds does not fit the cluster.
     """
 
-    def __init__(self, folder: Path, *, cluster: Cluster | None = None, policy: str = "qssf") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        cluster: Cluster | None = None,
+        policy: str = "qssf",
+        lease_s: float | None = None,
+    ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         held = lock(folder / "daemon.lock")
@@ -75,7 +85,8 @@ class Daemon:
             cluster, devices = this_machine()
         self._cluster = cluster
         self._policy = policy
-        self._nodes: dict[str, Node] = {
+        self._remote = {} if lease_s is None else {m.name: RemoteNode(m.name, lease_s) for m in cluster.machines}
+        self._nodes: Mapping[str, Node] = self._remote or {
             machine.name: LocalNode(folder / "machines" / machine.name, devices=devices) for machine in cluster.machines
         }
         self._store = Store(folder / "queue.sqlite")
@@ -95,6 +106,7 @@ class Daemon:
             "machines": lambda: self._dispatcher.machines(),
             "plan": lambda: dataclasses.asdict(self._dispatcher.plan()),
             "log": self._read_log,
+            "sync": self._sync,
         }
 
     async def run(self, *, listen: str | None = None, ready: Callable[[str], None] = lambda url: None) -> None:
@@ -143,7 +155,11 @@ class Daemon:
     async def _tick(self) -> None:
         pause_s = _TICK_S
         try:
+            for name, node in self._remote.items():
+                self._dispatcher.set_away(name, node.away)
             self._dispatcher.tick()
+            for name, node in self._remote.items():
+                node.forget(self._dispatcher.open_parts(name).keys())
         except (OSError, sqlite3.Error) as error:
             # What is in memory may differ from what is stored; the latter is right, as after a crash.
             logger.error("cannot go on (%s); trying again from what is stored", error)
@@ -155,7 +171,12 @@ class Daemon:
             await asyncio.wait_for(self._wake.wait(), pause_s)
 
     def _make_dispatcher(self) -> Dispatcher:
-        return Dispatcher(self._store, self._cluster, make_policy(self._policy), self._nodes, folder=self._folder)
+        made = Dispatcher(self._store, self._cluster, make_policy(self._policy), self._nodes, folder=self._folder)
+        for name, node in self._remote.items():
+            made.set_away(name, node.away)
+            for key, grace_s in made.open_parts(name).items():
+                node.expect(key, grace_s)
+        return made
 
     def _stop(self) -> None:
         self._stopping = True
@@ -228,8 +249,22 @@ class Daemon:
         return described
 
     def _read_log(self, job: int, run: int, node: int, offset: int, size: int) -> dict[str, Any]:
-        data, more = self._dispatcher.read_log(PartKey(job, run, node), offset, min(size, 1 << 20))
-        return {"data": base64.b64encode(data).decode(), "more": more}
+        try:
+            data, more = self._dispatcher.read_log(PartKey(job, run, node), offset, min(size, 1 << 20))
+        except NotYet:
+            return {"data": "", "more": True, "again": True}
+        return {"data": base64.b64encode(data).decode(), "more": more, "again": False}
+
+    def _sync(self, machine: str, **told: Any) -> dict[str, Any]:
+        node = self._remote.get(machine)
+        if node is None:
+            names = ", ".join(self._remote)
+            raise LaunchError(
+                f"this queue has no machine {machine!r} to join, only {names} (--name)"
+                if names
+                else "this queue runs all jobs on its own machine; start it with --engine nodes"
+            )
+        return node.sync(**told, open_parts=set(self._dispatcher.open_parts(machine)))
 
 
 def _row(row: JobRow) -> dict[str, Any]:

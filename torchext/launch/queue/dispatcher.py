@@ -245,6 +245,16 @@ class Dispatcher:
             self._store.save_clock(now_s)
             self._clock_saved_s = now_s
 
+    def open_parts(self, machine: str | None = None) -> dict[PartKey, float]:
+        """Parts of runs that have been started and are not over, with the grace of each; of one machine, or of all."""
+        return {
+            key: self._rows[run.job].submission.grace_s
+            for run in self._runs
+            if run.start_s is not None
+            for key, (name, _) in zip(run.keys(), run.machines, strict=True)
+            if machine in (None, name)
+        }
+
     def set_away(self, machine: str, away: bool) -> None:
         """Takes note that a machine can, or cannot, be asked for new work."""
         (self._away.add if away else self._away.discard)(machine)

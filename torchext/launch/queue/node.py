@@ -19,7 +19,7 @@ from torchext.launch.queue.types import Part, PartKey, PartReport, PartState
 logger = logging.getLogger(__name__)
 
 _MARK = "TORCHEXT_PART"  # in the environment of all processes of a part; its value is the folder
-_SPARE_S = 15.0  # beyond the grace, before what should have ended is killed from outside
+SPARE_S = 15.0  # beyond the grace, before what should have ended is killed from outside
 
 
 class Node(Protocol):
@@ -49,10 +49,19 @@ class LocalNode:
         folder: For the folders of parts.
         address: Where other nodes reach this one.
         devices: What stands for each slot in CUDA_VISIBLE_DEVICES; None where slots are CPUs.
+        lease: File that says until when jobs may run; None: for ever.
     """
 
-    def __init__(self, folder: Path, *, address: str = "127.0.0.1", devices: tuple[str, ...] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        address: str = "127.0.0.1",
+        devices: tuple[str, ...] | None = None,
+        lease: Path | None = None,
+    ) -> None:
         self._folder = folder
+        self._lease = lease
         self._address = address
         self._devices = devices
         self._children: dict[PartKey, subprocess.Popen[bytes]] = {}
@@ -72,6 +81,7 @@ class LocalNode:
         # What the user has asked for comes after these words, and so holds. The environment may hold secrets.
         ranks = ("--tee", "3", "--log-dir", str(folder / "ranks"), "--local-addr", self._address)
         fields = {**part.to_dict(), "words": [*ranks, *part.words], "env": {}}
+        fields["lease"] = None if self._lease is None else str(self._lease)
         # Made aside, so that a folder is there whole or not at all.
         making = folder.with_name(f".{folder.name}")
         shutil.rmtree(making, ignore_errors=True)
@@ -138,6 +148,14 @@ class LocalNode:
         (folder / "end").touch()
         self._follow_up(key, folder)
 
+    def started(self) -> list[PartKey]:
+        """Names the parts that have been started here and have no result yet."""
+        return [
+            PartKey(int(folder.parts[-3]), int(folder.parts[-2].removeprefix("run-")), int(folder.name[len("node-") :]))
+            for folder in self._folder.glob("*/run-*/node-*")
+            if not (folder / "result.json").exists()
+        ]
+
     def read_log(self, key: PartKey, offset: int, size: int) -> bytes:
         """See `Node`."""
         try:
@@ -156,7 +174,7 @@ class LocalNode:
             return
         now = time.monotonic()
         if key not in self._kill_at:
-            self._kill_at[key] = now + folders.read_json(folder / "part.json")["grace_s"] + _SPARE_S
+            self._kill_at[key] = now + folders.read_json(folder / "part.json")["grace_s"] + SPARE_S
         if key not in self._signalled and _signal(folder):
             self._signalled.add(key)
         if now > self._kill_at[key]:

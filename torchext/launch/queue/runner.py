@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
+from types import FrameType
 
 from torchext.launch.queue.folders import read_json, write_pid, write_whole
+
+_LEASE_S = 1.0  # between looks at the lease
 
 
 def main(folder: Path) -> int:
@@ -25,16 +29,32 @@ def main(folder: Path) -> int:
 
 
 def _run(folder: Path) -> int:
+    part = read_json(folder / "part.json")
+    if part["lease"] is not None:
+        _watch_lease(Path(part["lease"]))
     from torchext.launch.arguments import parser
     from torchext.launch.run import run
 
-    part = read_json(folder / "part.json")
     try:
         args = parser().parse_args(part["words"])
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 1
     args.queue = None  # it has been through it
     return run(args)
+
+
+def _watch_lease(path: Path) -> None:
+    """Ends this run, as SIGTERM does, once the lease of the machine is over: the job may be started elsewhere then."""
+
+    def look(number: int, frame: FrameType | None) -> None:
+        lease = read_json(path)
+        if lease is not None and time.clock_gettime(time.CLOCK_BOOTTIME) > lease["until_s"]:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    # A timer of this process alone: what it forks has none.
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, _LEASE_S, _LEASE_S)
 
 
 if __name__ == "__main__":

@@ -130,6 +130,12 @@ class PartKey:
     def __str__(self) -> str:
         return f"{self.job}.{self.run}.{self.node}"
 
+    @classmethod
+    def parse(cls, text: str) -> PartKey:
+        """Reads what ``str`` has given."""
+        job, run, node = map(int, text.split("."))
+        return cls(job, run, node)
+
 
 @dataclass(frozen=True)
 class Part:

@@ -1,0 +1,114 @@
+"""``torchext node join``: the agent that speaks for one machine of a cluster.
+
+It may be killed: jobs go on, and an agent started anew within the lease finds them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from torchext.launch.errors import LaunchError
+from torchext.launch.queue.client import Client, QueueGoneError
+from torchext.launch.queue.folders import lock, write_whole
+from torchext.launch.queue.node import LocalNode
+from torchext.launch.queue.types import Part, PartKey, PartState
+
+logger = logging.getLogger(__name__)
+
+_SYNC_S = 0.2
+_AGAIN_S = 1.0
+
+
+def join(
+    url: str, name: str, folder: Path, *, address: str | None = None, devices: tuple[str, ...] | None = None
+) -> None:
+    """Speaks for a machine until SIGTERM or SIGINT; jobs go on then, for as long as the lease.
+
+    Args:
+        url: The queue.
+        name: Of the machine, as in the cluster file.
+        folder: For the files of its jobs; one agent per folder.
+        address: Where other machines reach this one; None: the address from which it reaches the queue.
+        devices: What stands for each slot in CUDA_VISIBLE_DEVICES; None where slots are CPUs.
+
+    Raises:
+        LaunchError: The queue has no such machine, or it or the folder has an agent already.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    held = lock(folder / "agent.lock")
+    if held is None:
+        raise LaunchError(f"an agent runs in {folder} already; give this one another --folder")
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopped.set())
+    try:
+        node = LocalNode(folder, address=address or _address_towards(url), devices=devices, lease=folder / "lease")
+        agent = _Agent(name, node, folder / "lease")
+        while not stopped.is_set():
+            try:
+                with Client(url) as client:
+                    logger.info("machine %s has joined %s", name, url)
+                    while not stopped.wait(_SYNC_S):
+                        agent.sync(client)
+            except QueueGoneError as error:
+                logger.warning("%s; trying again", error)
+                stopped.wait(_AGAIN_S)
+    finally:
+        os.close(held)
+
+
+class _Agent:
+    def __init__(self, name: str, node: LocalNode, lease: Path) -> None:
+        self._name = name
+        self._node = node
+        self._lease = lease
+        self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._watched: list[str] = []
+        self._logs: list[list[Any]] = []
+
+    def sync(self, client: Client) -> None:
+        """One exchange with the daemon."""
+        reports = []
+        for word in self._watched:
+            report = self._node.look(PartKey.parse(word))
+            reports.append([word, report.state.value, report.status, report.endpoint])
+        have = [str(key) for key in self._node.started() if self._node.look(key).state is PartState.RUNNING]
+        told = client.call("sync", machine=self._name, agent=self._id, reports=reports, logs=self._logs, have=have)
+        write_lease(self._lease, told["lease_s"])
+        for fields in told["start"]:
+            self._node.start(Part.from_dict(fields))
+        for word in told["end"]:
+            self._node.end(PartKey.parse(word))
+        self._watched = told["watch"]
+        self._logs = []
+        for word, offset, size in told["logs"]:
+            data = self._node.read_log(PartKey.parse(word), offset, size)
+            self._logs.append([word, offset, size, base64.b64encode(data).decode()])
+
+
+def write_lease(path: Path, lease_s: float) -> None:
+    """Lets the runners of this machine go on for so long, on a clock that nobody sets."""
+    write_whole(path, json.dumps({"until_s": time.clock_gettime(time.CLOCK_BOOTTIME) + lease_s}))
+
+
+def _address_towards(url: str) -> str:
+    """The address of this machine on the way to the queue."""
+    from urllib.parse import urlsplit
+
+    host = urlsplit(url).hostname if url.startswith("tcp://") else None
+    if host is None:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        address: str = probe.getsockname()[0]
+    return address
