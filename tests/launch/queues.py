@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from tests.launch.programs import Program
-from torchext.launch.arguments import parser
 from torchext.launch.queue.client import Client
-from torchext.launch.queue.submit import submission
+from torchext.launch.queue.submit import describe
 
 
 class Queue:
@@ -61,6 +60,10 @@ class Queue:
     def client(self) -> Client:
         return self._clients[-1]
 
+    def processes(self) -> set[int]:
+        """Live processes of all daemons that there were, and of all jobs."""
+        return {pid for program in self._programs for pid in program.processes()}
+
     def start(self) -> None:
         program = Program(self._words)
         try:
@@ -77,7 +80,7 @@ class Queue:
 
     def submit(self, *words: str) -> int:
         """As ``torchext run --queue URL`` with these words does."""
-        made = submission(parser().parse_args(words), words)
+        made = describe(words)
         # So that it ends with this queue's block, whatever happens.
         return self.client.submit(dataclasses.replace(made, env=self._programs[0].environment))
 

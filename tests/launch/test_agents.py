@@ -11,7 +11,7 @@ import pytest
 
 from tests.launch.programs import WORKER, Program, children
 from tests.launch.queues import Queue
-from torchext.launch.queue.folders import read_json
+from torchext.launch.folders import read_json
 
 _TRAIN = str(Path(WORKER).with_name("train.py"))
 

@@ -14,8 +14,8 @@ from tests.launch.programs import WORKER, Program, children
 from tests.launch.queues import Queue
 from torchext import cli
 from torchext.launch.errors import LaunchError
+from torchext.launch.folders import read_json
 from torchext.launch.queue.client import Client
-from torchext.launch.queue.folders import read_json
 
 
 def _runner(queue: Queue, job: int, run: int = 1, machine: str = "node0") -> int:

@@ -19,7 +19,7 @@ def run_main(argv: Sequence[str]) -> int:
         if args.queue is not None:
             from torchext.launch.queue.submit import submit
 
-            print(f"job {submit(args, argv)}")
+            print(f"job {submit(args.queue, argv)}")
             return 0
         arguments.check_queue_options(args)
     except LaunchError as error:

@@ -25,9 +25,9 @@ from torch.distributed.run import config_from_args, parse_min_max_nnodes
 from torchext.launch import arguments
 from torchext.launch.agent import Agent
 from torchext.launch.errors import LaunchError
+from torchext.launch.folders import write_whole
 from torchext.launch.keeper import ask_for_end_with_parent, guarded, keep
 from torchext.launch.logs import Logs
-from torchext.launch.queue.folders import write_whole
 from torchext.launch.rendezvous import Rendezvous, meet
 
 logger = logging.getLogger(__name__)

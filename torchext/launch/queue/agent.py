@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from torchext.launch.errors import LaunchError
+from torchext.launch.folders import lock, write_whole
 from torchext.launch.queue.client import Client, QueueGoneError
-from torchext.launch.queue.folders import lock, write_whole
 from torchext.launch.queue.node import LocalNode
 from torchext.launch.queue.types import Part, PartKey, PartState
 

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from torchext.launch.errors import LaunchError
+from torchext.launch.folders import lock
 from torchext.launch.queue.dispatcher import Dispatcher
-from torchext.launch.queue.folders import lock
 from torchext.launch.queue.node import LocalNode, Node
 from torchext.launch.queue.remote import NotYet, RemoteNode
 from torchext.launch.queue.store import JobRow, RunRow, Store

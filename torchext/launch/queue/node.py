@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-from torchext.launch.queue import folders
+from torchext.launch import folders
 from torchext.launch.queue.types import Part, PartKey, PartReport, PartState
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from torchext.launch.queue.folders import read_json, write_pid, write_whole
+from torchext.launch.folders import read_json, write_pid, write_whole
 
 _LEASE_S = 1.0  # between looks at the lease
 

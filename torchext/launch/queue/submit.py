@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import getpass
 import os
 import sys
@@ -18,16 +17,18 @@ from torchext.launch.queue.client import Client
 from torchext.launch.queue.types import Submission
 
 
-def submission(args: argparse.Namespace, words: Sequence[str]) -> Submission:
-    """Describes the job that a command line asks for.
+def describe(words: Sequence[str]) -> Submission:
+    """Describes the job that ``torchext run --queue URL`` with these words asks for, here and in this environment.
 
     Args:
-        args: What the parser has made of it.
-        words: The words themselves.
+        words: Options, script and its arguments, as in ``["--nproc-per-node", "2", "train.py", "--lr", "1"]``.
 
     Raises:
         LaunchError: It cannot work, or not in a queue.
+        SystemExit: The options are not understood.
     """
+    words = [str(word) for word in words]
+    args = arguments.parser().parse_args(words)
     arguments.check(args)
     low, high = parse_min_max_nnodes(args.nnodes)
     if low != high:
@@ -60,12 +61,12 @@ def submission(args: argparse.Namespace, words: Sequence[str]) -> Submission:
     )
 
 
-def submit(args: argparse.Namespace, words: Sequence[str]) -> int:
+def submit(url: str, words: Sequence[str]) -> int:
     """Submits the job; returns its number.
 
     Raises:
         LaunchError: It cannot work, the cluster could never run it, or no queue answers.
     """
-    described = submission(args, words)
-    with Client(args.queue) as client:
+    described = describe(words)
+    with Client(url) as client:
         return client.submit(described)

@@ -1,0 +1,146 @@
+"""A queue of short jobs on three machines while daemon, agents, keepers and workers are killed at random.
+
+    python -m tests.launch.drill --faults 100 --seed 0
+
+Each job writes a line when it begins, holds a lock while it runs, and writes another when it ends. At the end every job
+must have ended exactly once, none may have met its own lock, and no process may be left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.launch.programs import Program, children
+from tests.launch.queues import Queue
+from torchext.launch.folders import read_json
+
+_JOB = str(Path(__file__).with_name("drill_job.py"))
+_MACHINES = ("node0", "node1", "node2")
+_RECOVERY_S = 90.0
+
+
+class Drill:
+    """One drill; raises AssertionError where a promise is broken.
+
+    Args:
+        folder: For everything.
+        seed: Of the choices.
+    """
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self._folder = folder
+        self._random = random.Random(seed)
+        self._queue = Queue(folder / "q", "3x1", ("--engine", "nodes", "--lease", "20"))
+        self._agents: dict[str, Program] = {}
+        self._stack = contextlib.ExitStack()
+        self._jobs: list[int] = []
+        self.counts = dict.fromkeys(("daemon", "agent of a machine", "keeper", "agent of a job", "worker"), 0)
+
+    def run(self, num_faults: int, num_jobs: int) -> None:
+        """Submits jobs, injects faults while they run, and waits for the end of all."""
+        with self._stack:
+            self._stack.enter_context(self._queue)
+            for name in _MACHINES:
+                self._join(name)
+            for number in range(num_jobs):
+                words = ("--retries", "1000", "--grace", "5", _JOB, str(self._folder), str(number))
+                self._jobs.append(self._queue.submit(*words))
+            deadline = time.monotonic() + num_faults * 20 + _RECOVERY_S
+            while sum(self.counts.values()) < num_faults:
+                assert time.monotonic() < deadline, f"only {self.counts} so far"
+                self._inject(self._random.choice(list(self.counts)))
+                self._requeue_those_given_up()
+                if all(self._queue.job(job)["end_s"] is not None for job in self._jobs):
+                    break
+                time.sleep(self._random.uniform(0.0, 1.5))
+            self._queue.wait_until(self._all_done, _RECOVERY_S + 10 * num_jobs)
+            self._check(num_jobs)
+            others = {self._queue.daemon.pid, *(agent.pid for agent in self._agents.values())}
+            self._queue.wait_until(lambda: self._processes() <= others, 30)
+
+    def _join(self, name: str) -> None:
+        words = [sys.executable, "-m", "torchext", "node", "join", str(self._queue.folder), "--name", name]
+        program = Program([*words, "--folder", str(self._folder / name)])
+        self._agents[name] = self._stack.enter_context(program)
+
+    def _inject(self, what: str) -> None:
+        if what == "daemon":
+            self._queue.kill()
+            self._queue.start()
+        elif what == "agent of a machine":
+            name = self._random.choice(_MACHINES)
+            self._agents[name].signal(signal.SIGKILL)
+            self._agents[name].wait()
+            assert self._agents[name].processes() == set()  # jobs carry the mark of the queue
+            self._join(name)
+        else:
+            target = self._target(what)
+            if target is None:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(target, signal.SIGKILL)
+        self.counts[what] += 1
+
+    def _target(self, what: str) -> int | None:
+        """A process of a running job: its keeper, the agent below, or the worker below that."""
+        running = [path for name in _MACHINES for path in (self._folder / name).glob("*/run-*/node-*/pid.json")]
+        running = [path for path in running if not (path.parent / "result.json").exists()]
+        if not running:
+            return None
+        below: list[int] = [read_json(self._random.choice(running))["pid"]]
+        for _ in range(("keeper", "agent of a job", "worker").index(what)):
+            below = [child for pid in below for child in children(pid)]
+        return below[0] if below else None
+
+    def _requeue_those_given_up(self) -> None:
+        """A job that is killed from outside four times is given up; here that is nobody's fault."""
+        for job in self._jobs:
+            if self._queue.job(job)["state"] == "failed":
+                self._queue.client.call("requeue", job=job)
+
+    def _all_done(self) -> bool:
+        self._requeue_those_given_up()
+        return all(self._queue.job(job)["state"] == "done" for job in self._jobs)
+
+    def _check(self, num_jobs: int) -> None:
+        lines = (self._folder / "ledger").read_text().splitlines()
+        assert not [line for line in lines if line.startswith("double")], lines
+        ends = [line for line in lines if line.startswith("end")]
+        # A job that is killed between its last line and its end runs again; so it may have several, but never none.
+        assert {int(line.split()[1]) for line in ends} == set(range(num_jobs)), lines
+        for job in self._jobs:
+            outcomes = [run["outcome"] for run in self._queue.job(job)["runs"]]
+            assert outcomes.count("done") == 1, outcomes
+            assert outcomes[-1] == "done", outcomes
+
+    def _processes(self) -> set[int]:
+        found = set(self._queue.processes())
+        for agent in self._agents.values():
+            found |= agent.processes()
+        return found
+
+
+def main() -> None:
+    """Runs one drill and says what it did."""
+    parser = argparse.ArgumentParser(description="Kill parts of a queue at random.")
+    parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--jobs", type=int, default=0, help="default: enough to be busy for so many faults")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="torchext-drill-") as name:
+        drill = Drill(Path(name), args.seed)
+        drill.run(args.faults, args.jobs or 3 + args.faults // 2)
+        print(f"seed {args.seed}: all jobs done after {drill.counts}, in {time.monotonic() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
