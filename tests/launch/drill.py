@@ -93,12 +93,14 @@ class Drill:
         """A process of a running job: its keeper, the agent below, or the worker below that."""
         running = [path for name in _MACHINES for path in (self._folder / name).glob("*/run-*/node-*/pid.json")]
         running = [path for path in running if not (path.parent / "result.json").exists()]
-        if not running:
-            return None
-        below: list[int] = [read_json(self._random.choice(running))["pid"]]
-        for _ in range(("keeper", "agent of a job", "worker").index(what)):
-            below = [child for pid in below for child in children(pid)]
-        return below[0] if below else None
+        self._random.shuffle(running)
+        for path in running:
+            below: list[int] = [read_json(path)["pid"]]
+            for _ in range(("keeper", "agent of a job", "worker").index(what)):
+                below = [child for pid in below for child in children(pid)]
+            if below:
+                return below[0]
+        return None
 
     def _requeue_those_given_up(self) -> None:
         """A job that is killed from outside four times is given up; here that is nobody's fault."""

@@ -66,6 +66,7 @@ def test_jobs_run_on_machines_that_join_and_outlive_their_agents(tmp_path: Path)
         assert second.wait() == 0
 
 
+@pytest.mark.slow
 def test_a_silent_machine_ends_its_jobs_before_they_start_elsewhere(tmp_path: Path) -> None:
     with (
         Queue(tmp_path / "q", "2x1", ("--engine", "nodes", "--lease", "2")) as queue,

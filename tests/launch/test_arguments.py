@@ -14,7 +14,7 @@ from torchext.launch import arguments
 from torchext.launch.durations import duration
 from torchext.launch.errors import LaunchError
 
-_OWN = {"grace", "queue", "name", "estimate", "deadline", "priority", "retries", "job_class", "max_price"}
+_OWN = {"grace", "queue", "name", "estimate", "deadline", "priority", "retries", "job_class", "max_price", "min_nodes"}
 
 
 def _parse(parser: argparse.ArgumentParser, words: list[str]) -> dict[str, object] | str:

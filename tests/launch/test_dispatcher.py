@@ -26,7 +26,13 @@ _CLUSTER = Cluster((Machine("a", 2), Machine("b", 2, price_per_gpu_hour=2.0), Ma
 
 
 def _submission(
-    num_nodes: int = 1, nproc: int | None = 1, *, retries: int = 0, priority: int = 0, max_price: float | None = None
+    num_nodes: int = 1,
+    nproc: int | None = 1,
+    *,
+    retries: int = 0,
+    priority: int = 0,
+    max_price: float | None = None,
+    min_nodes: int | None = None,
 ) -> Submission:
     return Submission(
         name="job",
@@ -42,6 +48,8 @@ def _submission(
         retries=retries,
         priority=priority,
         max_price_per_gpu_hour=max_price,
+        min_nodes=min_nodes,
+        rendezvous="last_call_timeout=1",
     )
 
 
@@ -76,7 +84,7 @@ class _World:
 
     def _nodes(self, key: PartKey) -> range:
         words = self.parts[key][1].words
-        return range(int(words[words.index("--nnodes") + 1]))
+        return range(int(words[words.index("--nnodes") + 1].rpartition(":")[2]))
 
 
 class _Node:
@@ -279,6 +287,39 @@ def test_a_failed_node_ends_the_others_and_the_run(queue: _Queue) -> None:
     assert queue.running() == [(number, 2)]  # as a loss, so anew
 
 
+def test_an_elastic_job_goes_on_with_the_nodes_that_are_left(queue: _Queue) -> None:
+    number = queue.dispatcher.submit(_submission(num_nodes=3, min_nodes=2))
+    queue.dispatcher.tick()
+    queue.dispatcher.tick()
+    words = queue.world.parts[PartKey(number, 1, 1)][1].words
+    assert words[words.index("--nnodes") + 1] == "2:3"
+    assert "last_call_timeout=1,is_host=False" in words
+    queue.end(PartKey(number, 1, 2), PartReport(PartState.LOST))
+    queue.dispatcher.tick()
+    assert queue.world.asked == set()
+    for node in range(2):
+        queue.end(PartKey(number, 1, node), _DONE)
+    queue.dispatcher.tick()
+    assert queue.state(number) is JobState.DONE
+    # Not with fewer, and not without the node that holds the store.
+    for lost in ([0], [1, 2]):
+        number = queue.dispatcher.submit(_submission(num_nodes=3, min_nodes=2))
+        queue.dispatcher.tick()
+        queue.dispatcher.tick()
+        queue.world.asked.clear()
+        for node in lost:
+            queue.end(PartKey(number, 1, node), PartReport(PartState.LOST))
+        queue.dispatcher.tick()
+        assert queue.world.asked == {PartKey(number, 1, node) for node in range(3) if node not in lost}
+        for node in range(3):
+            queue.end(PartKey(number, 1, node), PartReport(PartState.ENDED, status=143))
+        queue.dispatcher.tick()
+        queue.dispatcher.cancel(number)
+        queue.dispatcher.tick()
+        queue.end(PartKey(number, 2, 0), PartReport(PartState.ENDED, status=143))
+        queue.dispatcher.tick()
+
+
 def test_cancel_and_requeue(queue: _Queue) -> None:
     running, waiting = queue.dispatcher.submit(_submission(2, 2)), queue.dispatcher.submit(_submission(2, 2))
     queue.dispatcher.tick()
@@ -384,9 +425,16 @@ class _Machine(RuleBasedStateMachine):
             self.queue.restart()
             return None
 
-    @rule(nodes=st.integers(1, 2), nproc=st.integers(1, 2), retries=st.integers(0, 1), priority=st.integers(0, 1))
-    def submit(self, nodes: int, nproc: int, retries: int, priority: int) -> None:
-        asked = _submission(nodes, nproc, retries=retries, priority=priority)
+    @rule(
+        nodes=st.integers(1, 2),
+        nproc=st.integers(1, 2),
+        retries=st.integers(0, 1),
+        priority=st.integers(0, 1),
+        elastic=st.booleans(),
+    )
+    def submit(self, nodes: int, nproc: int, retries: int, priority: int, elastic: bool) -> None:
+        min_nodes = 1 if elastic else None
+        asked = _submission(nodes, nproc, retries=retries, priority=priority, min_nodes=min_nodes)
         number = self._do(self.queue.dispatcher.submit, asked)
         if isinstance(number, int):
             self.submitted.add(number)
@@ -475,7 +523,7 @@ class _BackfillingMachine(_Machine):
     policy = "easy-backfill"
 
 
-_SETTINGS = settings(max_examples=25, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow])
+_SETTINGS = settings(max_examples=15, stateful_step_count=30, suppress_health_check=[HealthCheck.too_slow])
 for _case in (_Machine, _PreemptiveMachine, _BackfillingMachine):
     _case.TestCase.settings = _SETTINGS
 TestFirstFit = _Machine.TestCase

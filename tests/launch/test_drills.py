@@ -17,7 +17,7 @@ _TRAIN = str(Path(WORKER).with_name("train.py"))
 
 @pytest.mark.timeout(300)
 def test_jobs_get_done_though_anything_may_be_killed(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    Drill(tmp_path, request.config.getoption("--seed")).run(num_faults=4, num_jobs=3)
+    Drill(tmp_path, request.config.getoption("--seed")).run(num_faults=3, num_jobs=2)
 
 
 @pytest.mark.slow

@@ -182,6 +182,7 @@ def test_torchrun_lets_the_other_nodes_wait_for_ever(port: int) -> None:
             first.wait(15)
 
 
+@pytest.mark.slow
 def test_the_loss_of_a_node_ends_a_job_that_needs_it(port: int) -> None:
     steps = ("save", "0.1", "say", "ready", "stay")
     with (

@@ -70,7 +70,7 @@ def test_jobs_are_submitted_run_and_told_about(
         assert [line.split()[:2] for line in out.splitlines()] == [["job", "name"], ["2", "worker"], ["3", "worker"]]
         _, out, _ = _queue(capsys, queue, "plan")
         # The score: an hour, as nobody knows better, and a little less for the short job that has ended.
-        assert re.fullmatch(r"job 3 waits, score 3000\.?\d*: needs 1 GPUs, 1 on each machine; 0 are free, .*\n", out)
+        assert re.fullmatch(r"job 3 waits, score 3\d{3}\.?\d*: needs 1 GPUs, 1 on each machine; 0 are free, .*\n", out)
         _, out, _ = _queue(capsys, queue, "show", str(blocked))
         assert "lowest that could start; on node0 (2 slots); expected speed 1" in out
         status, out, _ = _queue(capsys, queue, "top", "--once")
@@ -94,6 +94,27 @@ def test_jobs_are_submitted_run_and_told_about(
         assert status == 1
         assert "no queue answers" in err
         assert "torchext queue start" in err
+
+
+def test_an_urgent_job_stops_another_which_saves_and_goes_on(tmp_path: Path) -> None:
+    with Queue(tmp_path / "q", "1x1", ("--policy", "las")) as queue:
+        go, urgent_go = tmp_path / "go", tmp_path / "urgent"
+        steps = ("save", "0.1", "show", "TORCHEXT_JOB_FOLDER", "say", "ready", "wait", str(go))
+        low = queue.submit("--grace", "9", WORKER, *steps)
+        queue.wait_for_log(low, "ready")
+        urgent = queue.submit("--priority", "1", WORKER, "say", "ready", "wait", str(urgent_go))
+        queue.wait_for_log(urgent, "ready")
+        assert "rank 0 saved" in queue.log(low)
+        assert queue.job(low)["state"] == "waiting"
+        assert "; stops job 1" in queue.job(urgent)["runs"][0]["explanation"]
+        urgent_go.touch()
+        queue.wait_for_log(low, "ready", run=2)
+        go.touch()
+        queue.wait_for_state(low, "done")
+        assert [run["outcome"] for run in queue.job(low)["runs"]] == ["preempted", "done"]
+        folder = f"TORCHEXT_JOB_FOLDER={queue.folder / 'jobs' / '1'}"
+        assert folder in queue.log(low, 1)
+        assert folder in queue.log(low, 2)
 
 
 def test_a_killed_daemon_loses_no_job_and_starts_none_twice(tmp_path: Path) -> None:
@@ -127,6 +148,7 @@ def test_a_killed_daemon_loses_no_job_and_starts_none_twice(tmp_path: Path) -> N
         assert queue.log(running).count("up 0/1") == 1
 
 
+@pytest.mark.slow  # the drill of the default run does such things, too
 def test_jobs_outlive_what_is_killed_of_them_and_nothing_is_left(tmp_path: Path) -> None:
     with Queue(tmp_path / "q") as queue:
         go = tmp_path / "go"

@@ -46,10 +46,14 @@ def test_success_and_failure_end_as_in_torchrun() -> None:
     assert "Traceback" not in output
 
 
-def test_a_missing_script_is_named() -> None:
+@pytest.mark.slow
+def test_torchrun_starts_a_missing_script() -> None:
     status, output = _outcome(*TORCHRUN, "--nproc-per-node", "2", "missing.py")
     assert status == 1
     assert output.count("can't open file") == 2  # one for each worker, and then the report of their failure
+
+
+def test_a_missing_script_is_named() -> None:
     status, output = _outcome(*TORCHEXT, "--nproc-per-node", "2", "missing.py")
     assert status == 1
     assert output.startswith("torchext run: there is no training script 'missing.py' in ")
@@ -90,16 +94,23 @@ def test_a_second_ctrl_c_ends_the_grace() -> None:
         assert program.wait() == 128 + signal.SIGINT
 
 
-def test_grace_holds_when_a_peer_fails(tmp_path: Path) -> None:
+def _failing_peer(go: Path) -> tuple[str, ...]:
+    return (*_TWO, "save", "1.5", "say", "ready", "wait", str(go), "fail-on", "1", "7", "stay")
+
+
+@pytest.mark.slow
+def test_torchrun_keeps_its_own_grace_when_a_peer_fails(tmp_path: Path) -> None:
     go = tmp_path / "go"
-    steps = ("save", "1.5", "say", "ready", "wait", str(go), "fail-on", "1", "7", "stay")
-    with Program((*TORCHRUN, "--shutdown-timeout", "1", *_TWO, *steps)) as program:
+    with Program((*TORCHRUN, "--shutdown-timeout", "1", *_failing_peer(go))) as program:
         program.wait_for("ready", 2)
         go.touch()
         assert program.wait() == 1
         assert "rank 0 saved" in program.output  # the second that it was to have is not what it got
-    go.unlink()
-    with Program((*TORCHEXT, "--grace", "0.5", *_TWO, *steps)) as program:
+
+
+def test_grace_holds_when_a_peer_fails(tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    with Program((*TORCHEXT, "--grace", "0.5", *_failing_peer(go))) as program:
         program.wait_for("ready", 2)
         go.touch()
         assert program.wait() == 1
@@ -107,7 +118,7 @@ def test_grace_holds_when_a_peer_fails(tmp_path: Path) -> None:
         assert "rank 0 saved" not in program.output
         assert "exitcode  : 7" in program.output
     go.unlink()
-    with Program((*TORCHEXT, "--grace", "30", *_TWO, *steps)) as program:
+    with Program((*TORCHEXT, "--grace", "30", *_failing_peer(go))) as program:
         program.wait_for("ready", 2)
         go.touch()
         program.wait_for("rank 0 saving")
@@ -117,12 +128,16 @@ def test_grace_holds_when_a_peer_fails(tmp_path: Path) -> None:
         assert program.output.count("rank 0 saving") == 1
 
 
-def test_nothing_is_left_when_the_agent_is_killed() -> None:
+@pytest.mark.slow
+def test_torchrun_leaves_workers_when_it_is_killed() -> None:
     with Program((*TORCHRUN, *_TWO, "save", "0.1", "spawn", "say", "ready", "stay")) as program:
         program.wait_for("ready", 2)
         program.signal(signal.SIGKILL)
         program.wait()
         assert len(program.processes()) == 4  # two workers, and their children
+
+
+def test_nothing_is_left_when_the_agent_is_killed() -> None:
     with Program((*TORCHEXT, "--grace", "1", *_TWO, "save", "0.1", "spawn", "say", "ready", "stay")) as program:
         program.wait_for("ready", 2)
         (agent,) = children(program.pid)

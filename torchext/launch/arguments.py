@@ -66,6 +66,7 @@ QUEUE_OPTIONS: dict[str, dict[str, Any]] = {
     },
     "--priority": {"type": int, "metavar": "N", "help": "the highest are served first, default 0"},
     "--retries": {"type": int, "metavar": "N", "help": "how many failures are followed by another run, default 0"},
+    "--min-nodes": {"type": int, "metavar": "N", "help": "go on with so many of --nnodes when the others are lost"},
     "--class": {"dest": "job_class", "metavar": "NAME", "help": "kind of work, as in the speeds of the cluster file"},
     "--max-price": {"type": float, "metavar": "X", "help": "run on no machine that costs more per GPU and hour"},
 }

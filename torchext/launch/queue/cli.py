@@ -146,9 +146,8 @@ def _drain(args: argparse.Namespace) -> int:
 
 def _ls(args: argparse.Namespace) -> int:
     with Client(args.queue) as client:
-        answer = client.call("jobs")
-    jobs = [job for job in answer["jobs"] if args.all or job["end_s"] is None]
-    print(_table(_job_lines(jobs, answer["now_s"])))
+        answer = client.call("jobs", **({} if args.all else {"ended_within_s": 0}))
+    print(_table(_job_lines(answer["jobs"], answer["now_s"])))
     return 0
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import hmac
 import json
 import logging
+import math
 import os
 import secrets
 import signal
@@ -101,7 +102,7 @@ class Daemon:
             "requeue": lambda job: self._dispatcher.requeue(job),
             "drain": lambda machine, now: self._dispatcher.drain(machine, now=now),
             "undrain": lambda machine: self._dispatcher.undrain(machine),
-            "jobs": lambda: {"now_s": self._dispatcher.now_s(), "jobs": [_row(row) for row in self._dispatcher.jobs()]},
+            "jobs": self._list,
             "job": self._describe,
             "machines": lambda: self._dispatcher.machines(),
             "plan": lambda: dataclasses.asdict(self._dispatcher.plan()),
@@ -234,6 +235,10 @@ class Daemon:
             return {"error": f"the queue cannot keep this: {error}"}
         self._wake.set()
         return {"result": result}
+
+    def _list(self, ended_within_s: float | None = None) -> dict[str, Any]:
+        rows = self._dispatcher.jobs(math.inf if ended_within_s is None else ended_within_s)
+        return {"now_s": self._dispatcher.now_s(), "jobs": [_row(row) for row in rows]}
 
     def _describe(self, job: int) -> dict[str, Any]:
         row = self._dispatcher.job(job)

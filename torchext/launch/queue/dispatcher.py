@@ -188,9 +188,9 @@ class Dispatcher:
         """The time on the clock of the queue."""
         return self._clock.now_s()
 
-    def jobs(self) -> list[JobRow]:
-        """Lists all jobs."""
-        return self._store.jobs()
+    def jobs(self, ended_within_s: float = math.inf) -> list[JobRow]:
+        """Lists jobs that have not ended, or only lately."""
+        return self._store.recent_jobs(self._clock.now_s() - ended_within_s)
 
     def job(self, number: int) -> JobRow:
         """Finds a job.
@@ -300,6 +300,8 @@ class Dispatcher:
         states = [report.state for report in reports]
         if run.why is None:
             failed = any(report.state is PartState.LOST or report.status for report in reports)
+            if failed and self._goes_on_without(run, reports):
+                return None
             if failed and len(reports) > 1 and not all(state in _OVER for state in states):
                 self._ask_to_end([run], Why.PEER)
             elif not failed:
@@ -315,6 +317,15 @@ class Dispatcher:
         if all(state in _OVER for state in states):
             self._conclude(run, reports)
         return None
+
+    def _goes_on_without(self, run: RunRow, reports: list[PartReport]) -> bool:
+        """Whether the job can do without those nodes of a run that were lost; never without the one of the store."""
+        min_nodes = self._rows[run.job].submission.min_nodes
+        if min_nodes is None or _lost(reports[0]):
+            return False
+        left = [report for report in reports if not _lost(report)]
+        running = any(report.state not in _OVER for report in left)
+        return running and len(left) >= min_nodes and not any(report.status for report in left)
 
     def _conclude(self, run: RunRow, reports: list[PartReport]) -> None:
         """All of a run has ended: says what that means for its job."""
@@ -342,7 +353,9 @@ class Dispatcher:
 
     def _judge(self, row: JobRow, run: RunRow, reports: list[PartReport]) -> tuple[JobState | None, str, bool]:
         """Says what the job ends as (None: it waits again), why in words, and whether it has to be put in line."""
-        if all(report.state is PartState.ENDED and report.status == 0 for report in reports):
+        left = [report for report in reports if row.submission.min_nodes is None or not _lost(report)]
+        enough = len(left) >= (row.submission.min_nodes or len(reports))
+        if enough and all(report.state is PartState.ENDED and report.status == 0 for report in left):
             return JobState.DONE, "done", False
         if run.why in (Why.CANCEL, Why.PREEMPT_CANCEL):
             return JobState.CANCELLED, "cancelled", False
@@ -458,11 +471,13 @@ class Dispatcher:
         asked = row.submission
         assert run.slots is not None
         assert asked.nproc_per_node is not None
-        words = ["--nnodes", str(len(run.machines)), "--nproc-per-node", str(asked.nproc_per_node)]
+        num_nodes = str(len(run.machines)) if asked.min_nodes is None else f"{asked.min_nodes}:{len(run.machines)}"
+        words = ["--nnodes", num_nodes, "--nproc-per-node", str(asked.nproc_per_node)]
         words += ["--grace", f"{asked.grace_s:g}"]
         if len(run.machines) > 1:
             words += ["--node-rank", str(key.node), "--rdzv-backend", "c10d", "--rdzv-id", f"{run.job}.{run.number}"]
-            words += ["--rdzv-endpoint", endpoint or "localhost:0", "--rdzv-conf", f"is_host={key.node == 0}"]
+            meeting = ",".join(filter(None, [asked.rendezvous, f"is_host={key.node == 0}"]))
+            words += ["--rdzv-endpoint", endpoint or "localhost:0", "--rdzv-conf", meeting]
         job_folder = self._folder / "jobs" / str(run.job)
         job_folder.mkdir(parents=True, exist_ok=True)
         env = {
@@ -562,6 +577,11 @@ def explain(planned: PlannedStart) -> str:
 def _some(jobs: tuple[str, ...]) -> str:
     more = f" and {len(jobs) - 5} more" if len(jobs) > 5 else ""
     return f"job{'s' * (len(jobs) > 1)} {', '.join(jobs[:5])}{more}"
+
+
+def _lost(report: PartReport) -> bool:
+    """Whether a part did not end by itself: its agent or machine went, or was killed."""
+    return report.state is PartState.LOST or (report.status is not None and _by_signal(report.status))
 
 
 def _by_signal(status: int) -> bool:

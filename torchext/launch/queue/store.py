@@ -29,6 +29,7 @@ CREATE TABLE IF NOT EXISTS jobs (
     end_s REAL
 );
 CREATE INDEX IF NOT EXISTS jobs_by_state ON jobs (state);
+CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (end_s);
 CREATE TABLE IF NOT EXISTS runs (
     job INTEGER NOT NULL REFERENCES jobs (id),
     number INTEGER NOT NULL,
@@ -181,6 +182,10 @@ class Store:
         """Lists jobs in these states, all without any, in the order of their numbers."""
         marks = ", ".join("?" * len(states))
         return list(self._jobs(f"WHERE state IN ({marks})" if states else "", *(state.value for state in states)))
+
+    def recent_jobs(self, since_s: float) -> list[JobRow]:
+        """Lists jobs that have not ended before this time."""
+        return list(self._jobs("WHERE end_s IS NULL OR end_s >= ?", since_s))
 
     def _jobs(self, where: str, *values: object) -> Iterator[JobRow]:
         for row in self._connection.execute(f"SELECT * FROM jobs {where} ORDER BY id", values):

@@ -41,7 +41,7 @@ def describe(words: Sequence[str]) -> Submission:
         nproc: int | None = int(args.nproc_per_node)
     except ValueError:
         nproc = None  # auto, gpu, cpu: what the machine has
-    return Submission(
+    made = Submission(
         name=args.name or Path(args.training_script).stem,
         user=getpass.getuser(),
         options=tuple(words[:begin]),
@@ -52,6 +52,8 @@ def describe(words: Sequence[str]) -> Submission:
         num_nodes=high,
         nproc_per_node=nproc,
         grace_s=arguments.grace_s(args),
+        min_nodes=args.min_nodes,
+        rendezvous=args.rdzv_conf,
         estimate_s=args.estimate,
         deadline_s=None if args.deadline is None else time.time() + args.deadline,
         job_class=args.job_class or "",
@@ -59,6 +61,8 @@ def describe(words: Sequence[str]) -> Submission:
         max_price_per_gpu_hour=args.max_price,
         retries=args.retries or 0,
     )
+    made.check()
+    return made
 
 
 def submit(url: str, words: Sequence[str]) -> int:

@@ -55,15 +55,14 @@ def _view(client: Client) -> Group:
     from rich.console import Group
     from rich.table import Table
 
-    answer = client.call("jobs")
+    answer = client.call("jobs", ended_within_s=_RECENT_S)
     machines = Table(box=None, title="machines", title_justify="left")
     for name in ("machine", "state", "slots", "used", "jobs"):
         machines.add_column(name)
     for name, state, slots, free, jobs in client.call("machines"):
         bar = "#" * (slots - free) + "." * free
         machines.add_row(name, state, str(slots), bar, " ".join(map(str, jobs)))
-    recent = [job for job in answer["jobs"] if job["end_s"] is None or answer["now_s"] - job["end_s"] < _RECENT_S]
-    head, *lines = _job_lines(recent, answer["now_s"])
+    head, *lines = _job_lines(answer["jobs"], answer["now_s"])
     table = Table(box=None, title="jobs", title_justify="left")
     for name in head:
         table.add_column(name)

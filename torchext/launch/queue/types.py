@@ -58,6 +58,8 @@ class Submission:
         num_nodes: On how many machines.
         nproc_per_node: Processes, and so slots, on each; None: as many as the largest machine has.
         grace_s: How long workers may take to save when the job is stopped.
+        min_nodes: With how many of its nodes a run goes on when others are lost; None: with all.
+        rendezvous: Further settings of how nodes meet, as ``--rdzv-conf`` takes them.
         estimate_s: The user's guess of the running time.
         deadline_s: When it should have ended, in seconds since 1970.
         job_class: Kind of work, the key of speeds in the cluster file.
@@ -76,6 +78,8 @@ class Submission:
     num_nodes: int
     nproc_per_node: int | None
     grace_s: float
+    min_nodes: int | None = None
+    rendezvous: str = ""
     estimate_s: float | None = None
     deadline_s: float | None = None
     job_class: str = ""
@@ -99,12 +103,19 @@ class Submission:
             made = cls(**{**fields, "options": tuple(fields["options"]), "command": tuple(fields["command"])})
         except (ValueError, TypeError, KeyError) as error:
             raise LaunchError(f"this is no job as torchext {_version()} writes it: {error}") from None
-        made._check()
+        made.check()
         return made
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Refuses numbers that make no sense.
+
+        Raises:
+            LaunchError: There is one; says which.
+        """
         if self.num_nodes < 1:
             raise LaunchError(f"a job needs at least one node, got {self.num_nodes}")
+        if self.min_nodes is not None and not 1 <= self.min_nodes <= self.num_nodes:
+            raise LaunchError(f"--min-nodes must be from 1 to the {self.num_nodes} of --nnodes, got {self.min_nodes}")
         if self.nproc_per_node is not None and self.nproc_per_node < 1:
             raise LaunchError(f"a job needs at least one process per node, got {self.nproc_per_node}")
         if not 0 <= self.grace_s < math.inf:
