@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torchext import callbacks as callbacks
+    from torchext import channels as channels
     from torchext import collectives as collectives
     from torchext import launch as launch
     from torchext import losses as losses
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "callbacks", "collectives", "launch", "losses", "scheduling", "tag"]
+__all__ = ["__version__", "callbacks", "channels", "collectives", "launch", "losses", "scheduling", "tag"]
 
-_SUBPACKAGES = frozenset({"callbacks", "collectives", "launch", "losses", "scheduling"})
+_SUBPACKAGES = frozenset({"callbacks", "channels", "collectives", "launch", "losses", "scheduling"})
 
 
 def _create_dfccl(options: Any, backend_options: Any) -> Any:

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "build_info.hpp"
+#include "channels/bindings.hpp"
 #include "collectives/bindings.hpp"
 
 #define TORCHEXT_STR_(x) #x
@@ -26,4 +27,6 @@ PYBIND11_MODULE(_native, m) {
     auto collectives = m.def_submodule("collectives", "The engine of torchext.collectives; Linux only.");
     torchext::collectives::bind(collectives);
     torchext::collectives::bind_order(collectives);
+    auto channels = m.def_submodule("channels", "The queues of torchext.channels; Linux only.");
+    torchext::channels::bind(channels);
 }
