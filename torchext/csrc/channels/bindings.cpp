@@ -125,7 +125,8 @@ class Endpoint {
 public:
     Endpoint(std::shared_ptr<Queue> queue, const std::string& name, Role role, bool heed_deaths)
         : role_(role), heed_(heed_deaths) {
-        known_ = queue->deaths(role);
+        // A receiver joins when it first receives, and is told of all that this process has seen; a sender of what follows.
+        if (role == Role::sender) known_ = queue->deaths(role);
         const auto peer = queue->join(name, role);
         member_ = std::make_shared<Member>(std::move(queue), peer);
     }

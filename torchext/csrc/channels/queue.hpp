@@ -150,6 +150,7 @@ public:
             Locked lock(*this);
             q().batch_rows = rows;
             wake = seal_open();
+            if (q().holes != 0) wake = end_others({}) || wake;
         }
         if (wake) wake_side(kReceive, true);
     }
@@ -196,6 +197,7 @@ public:
                 drop_oldest();
             }
             seal_open();  // what was sent before comes before
+            if (q().holes != 0) end_others({});
             slab.header_bytes = header_bytes;
             slab.version = version;
             enqueue(ticket.slab);
@@ -267,17 +269,18 @@ public:
 
     // Gives back what was not committed.
     void abandon(const Ticket& ticket) {
-        bool wake = false;
+        bool wake = false, wake_reader = false;
         {
             Locked lock(*this);
             if (ticket.batched) {
-                void_row(ticket.slab, ticket.row);
+                wake_reader = void_row(ticket.slab, ticket.row);
             } else {
                 put_back(ticket.slab);
             }
             wake = q().waiting[kSend] != 0;
         }
         if (wake) wake_side(kSend, false);
+        if (wake_reader) wake_side(kReceive, false);
     }
 
     // --- Receiving -------------------------------------------------------------------------------------------------
@@ -461,10 +464,12 @@ private:
         return false;
     }
 
-    void void_row(std::uint32_t i, std::uint32_t r) {
-        if (state_of(slabs_[i]) != SlabState::open) return;
+    // A row whose writer gave it back or died. True if the batch is queued by that, because no more rows will come to it.
+    bool void_row(std::uint32_t i, std::uint32_t r) {
+        if (state_of(slabs_[i]) != SlabState::open) return false;
         rows(i)[r].state.store(static_cast<std::uint32_t>(RowState::empty), std::memory_order_release);
         ++q().holes;
+        return slabs_[i].limit < slabs_[i].rows && finish_short(i);
     }
 
     // Queues a batch whose rows are all there.
@@ -632,6 +637,10 @@ private:
                     ++cell.waiting[side];
                     listed = true;
                 }
+            }
+            // Where the last at the other end has died, that is the news.
+            if (status == Status::closed && deaths != kHeedless && this->deaths(role, true) != deaths) {
+                status = Status::peer_died;
             }
             if (status.has_value()) {
                 if (since != 0) count(waited, static_cast<std::uint64_t>(now() - since));

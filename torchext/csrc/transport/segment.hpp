@@ -298,9 +298,9 @@ public:
 
     // Looks at the other processes if that is due, and returns how many deaths this process has learnt of so far that
     // concern that role: receivers hear of all, senders of creators and receivers.
-    std::size_t deaths(Role role) {
+    std::size_t deaths(Role role, bool at_once = false) {
         const auto t = now();
-        if (t >= next_scan_.load(std::memory_order_relaxed)) {
+        if (at_once || t >= next_scan_.load(std::memory_order_relaxed)) {
             next_scan_.store(t + kScanEvery, std::memory_order_relaxed);
             scan();
         }
@@ -434,9 +434,10 @@ private:
                 const auto presence = static_cast<Presence>(cell.presence.load(std::memory_order_relaxed));
                 if (presence == Presence::absent) break;
                 auto& w = watched_[i];
-                if (presence == Presence::dead && w.reported != cell.generation && cell.changed >= start_) {
-                    report(i, cell);
-                }
+                // Not what happened before we came, unless it is why there is no receiver.
+                const bool concerns = cell.changed >= start_ || (cell.role == static_cast<std::uint32_t>(Role::receiver) &&
+                                                                header().num_present[cell.role] == 0);
+                if (presence == Presence::dead && w.reported != cell.generation && concerns) report(i, cell);
                 if ((presence != Presence::present || w.generation != cell.generation) && w.pidfd >= 0) {
                     ::close(std::exchange(w.pidfd, -1));
                 }

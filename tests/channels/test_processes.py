@@ -1,0 +1,485 @@
+"""Channels between real processes: how they travel, and that nothing stays when processes end or are killed."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.channels.processes import DEADLINE_S, die, ends, process
+from torchext.channels import Channel, ChannelClosed, ChannelError, ChannelTimeout, PeerDied, connect
+
+ROOT = Path(__file__).parents[2]
+SIZE = 1 << 14  # too small for torch to use OpenMP, which hangs in processes that were forked after its use
+
+
+def send_range(channel: Channel, first: int, count: int) -> None:
+    with channel.sender(f"sender-{first}") as sender:
+        for i in range(first, first + count):
+            sender.send({"i": i, "x": torch.full((SIZE,), i)}, timeout=DEADLINE_S)
+
+
+def echo(requests: Channel, replies: Channel) -> None:
+    with replies.sender("echo") as sender:
+        for message in requests:
+            sender.send(message, timeout=DEADLINE_S)
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_started_processes_get_the_channel_as_an_argument(method: str) -> None:
+    with Channel() as requests, Channel() as replies, process(echo, requests, replies, method=method) as child:
+        with requests.sender() as sender:
+            for i in range(20):
+                sender.send({"i": i, "x": torch.arange(i)}, timeout=DEADLINE_S)
+                got = replies.receive(DEADLINE_S)
+                assert got["i"] == i
+                assert torch.equal(got["x"], torch.arange(i))
+        assert ends(child) == 0
+    if method == "forkserver":
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
+
+
+def test_messages_of_a_producer_that_has_ended_arrive() -> None:
+    # pytorch/pytorch#45831 #60654: they were lost with it.
+    with Channel(slots=8) as channel, process(send_range, channel, 0, 8) as child:
+        assert ends(child) == 0
+        got = list(channel)
+        assert [message["i"] for message in got] == list(range(8))
+        assert all((message["x"] == message["i"]).all() for message in got)
+
+
+def test_several_producers_keep_their_own_order() -> None:
+    with Channel(slots=4, num_senders=3) as channel:
+        starts = [0, 1000, 2000]
+        with contextlib.ExitStack() as stack:
+            for start in starts:
+                stack.enter_context(process(send_range, channel, start, 100))
+            got = []
+            for message in channel:
+                assert (message["x"] == message["i"]).all()
+                got.append(message["i"])
+    for start in starts:
+        assert [i for i in got if start <= i < start + 1000] == list(range(start, start + 100))
+    assert len(got) == 300
+
+
+def fork_with_threads(channel: Channel) -> None:
+    """Forks, as DataLoader workers are, while other threads of this process use the channel."""
+    sender = channel.sender("threads")
+    stop = threading.Event()
+    threads = [threading.Thread(target=lambda: [sender.send(-1, timeout=DEADLINE_S) for _ in iter(stop.is_set, True)])]
+    threads.append(threading.Thread(target=lambda: [channel.stats() for _ in iter(stop.is_set, True)]))
+    for thread in threads:
+        thread.start()
+    for i in range(10):
+        pid = os.fork()
+        if pid == 0:
+            with sender, channel.sender(f"child-{i}") as own:
+                sender.send(1000 + i, timeout=DEADLINE_S)  # the parent's, in this process
+                own.send(i, timeout=DEADLINE_S)
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    stop.set()
+    for thread in threads:
+        thread.join()
+    sender.close()
+
+
+def test_forking_while_threads_use_the_channel() -> None:
+    # pytorch/pytorch#2245 #17199: the children hung in locks that were held at the fork.
+    with Channel(slots=4) as channel, process(fork_with_threads, channel) as child:
+        got = [message for message in channel if message != -1]
+        assert sorted(got) == [*range(10), *range(1000, 1010)]
+        assert ends(child) == 0
+
+
+# --- Deaths --------------------------------------------------------------------------------------------------------
+
+
+def die_while_writing(channel: Channel) -> None:
+    sender = channel.sender("explorer-3")
+    with sender.reserve({"x": torch.empty(SIZE)}) as tree:
+        tree["x"].fill_(1)
+        die()
+
+
+def raise_after(channel: Channel) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sender = channel.sender("explorer-4")
+    sender.send(1, timeout=DEADLINE_S)
+    raise ValueError("a bug in the explorer")
+
+
+def test_a_sender_killed_while_writing_is_named_within_a_second() -> None:
+    # NVIDIA-NeMo/RL#3488: the others waited for ever.
+    with Channel() as channel, process(die_while_writing, channel) as child:
+        with pytest.raises(PeerDied, match=r"explorer-3 \(process \d+\) died with exit code -9") as caught:
+            channel.receive(DEADLINE_S)
+        assert caught.value.pid == child.pid
+        assert caught.value.exitcode == -9
+        assert pickle.loads(pickle.dumps(caught.value)).exitcode == -9
+        assert channel.stats()["torn"] == 1
+        with channel.sender() as sender:  # it goes on
+            sender.send(2)
+            assert channel.receive(10) == 2
+
+
+def test_a_sender_that_ends_by_an_exception_is_named() -> None:
+    with Channel() as channel, process(raise_after, channel):
+        assert channel.receive(DEADLINE_S) == 1
+        with pytest.raises(PeerDied, match=r"explorer-4 .* died with exit code 1"):
+            channel.receive(DEADLINE_S)
+
+
+def test_going_on_when_a_peer_dies() -> None:
+    with Channel(on_peer_death="continue", num_senders=2) as channel:
+        with process(die_while_writing, channel) as child:
+            ends(child)
+        with process(send_range, channel, 0, 3):
+            assert [message["i"] for message in channel] == [0, 1, 2]
+        presences = {peer["name"]: peer["presence"] for peer in channel.stats()["peers"]}
+        assert presences["explorer-3"] == "dead"
+
+
+def receive_and_die(channel: Channel) -> None:
+    channel.receive(DEADLINE_S)
+    die()
+
+
+def test_a_sender_learns_that_the_receiver_died() -> None:
+    with Channel(slots=1) as channel, channel.sender() as sender, process(receive_and_die, channel):
+        with pytest.raises(PeerDied, match=r"receive_and_die.* died with exit code -9"):
+            _ = [sender.send(i, timeout=DEADLINE_S) for i in range(3)]
+        channel.close()
+        with pytest.raises(PeerDied, match="receive_and_die"):  # each end is told once
+            channel.receive(10)
+        assert list(channel) == [1]  # another receiver takes over
+
+
+def report_deaths(channel: Channel, number: int) -> None:
+    sender = channel.sender(f"watcher-{number}")
+    try:
+        while True:
+            sender.send(number, timeout=DEADLINE_S)
+    except PeerDied as death:
+        os._exit(40 if death.exitcode == -9 else 41)
+
+
+def test_all_senders_learn_that_the_learner_died() -> None:
+    with (
+        Channel(slots=2) as channel,
+        process(receive_and_die, channel) as learner,
+        process(report_deaths, channel, 1) as first,
+        process(report_deaths, channel, 2) as second,
+    ):
+        assert [ends(learner), ends(first), ends(second)] == [-9, 40, 40]
+
+
+def write_for_ever(channel: Channel, number: int) -> None:
+    sender = channel.sender(f"writer-{number}")
+    count = 0
+    while True:
+        count += 1
+        value = torch.full((SIZE,), number * 1_000_000 + count)
+        if count % 2:
+            sender.send({"x": value, "n": count})
+        else:
+            with sender.reserve({"x": value, "n": count}) as tree:
+                tree["x"].copy_(value)
+
+
+@pytest.mark.parametrize("batch_rows", [0, 4])
+def test_killing_writers_a_hundred_times_tears_nothing_and_stops_nobody(batch_rows: int) -> None:
+    with Channel(slots=4, on_peer_death="continue") as channel:
+        channel._own_queue().set_batch_rows(batch_rows)
+        latest = dict.fromkeys(range(1000), 0)
+        number = 0
+        running = [multiprocessing.get_context("fork").Process(target=write_for_ever, args=(channel, -1))]
+        running[0].start()  # this one lives on throughout
+        try:
+            for number in range(50):
+                victim = multiprocessing.get_context("fork").Process(target=write_for_ever, args=(channel, number))
+                running.append(victim)
+                victim.start()
+                seen = 0
+                while seen < 3 + number % 5:  # at whatever instruction it then is
+                    message = channel.receive(DEADLINE_S)
+                    values = message["x"]
+                    assert (values == values[0]).all()
+                    writer, count = divmod(int(values[0]), 1_000_000)
+                    assert message["n"] == count
+                    if writer == number:
+                        seen += 1
+                    if writer >= 0 and not batch_rows:
+                        assert count == latest[writer] + 1  # in order, none lost, none twice
+                        latest[writer] = count
+                victim.kill()
+                victim.join()
+            for _ in range(20):
+                channel.receive(DEADLINE_S)
+        finally:
+            for child in running:
+                child.kill()
+                child.join()
+        with channel.sender() as sender:
+            sent = threading.Thread(target=sender.send, args=("end", DEADLINE_S))
+            sent.start()
+            while channel.receive(DEADLINE_S) != "end":  # what was complete when they died is still there
+                pass
+            sent.join()
+
+
+def hold_lock_and_die(channel: Channel) -> None:
+    """Dies with the queue's lock, between two of its stores."""
+    import ctypes
+
+    queue = channel._own_queue()
+    sender = channel.sender("holder")
+    sender.send(1)
+    with open(f"/proc/self/fd/{queue.descriptor}", "r+b") as file:
+        import mmap
+
+        head = mmap.mmap(file.fileno(), 8192)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(head))
+    libc = ctypes.CDLL(None)
+    assert libc.pthread_mutex_lock(ctypes.c_void_p(address + 64)) == 0
+    die()
+
+
+def test_a_process_that_dies_with_the_lock_leaves_it_to_the_next() -> None:
+    with Channel() as channel, process(hold_lock_and_die, channel):
+        assert channel.receive(10) == 1
+        with pytest.raises(PeerDied, match="holder"):
+            channel.receive(10)
+
+
+# --- Ends ----------------------------------------------------------------------------------------------------------
+
+SCRIPTS = {
+    "the sender exits with a full channel": """
+        channel = Channel(slots=2)
+        sender = channel.sender()
+        sender.send(torch.zeros(1000)), sender.send(2)
+    """,
+    "an exception with a full channel and blocked explorers": """
+        channel = Channel(slots=2)
+        children = [mp.get_context("fork").Process(target=send, args=(channel,)) for _ in range(2)]
+        [child.start() for child in children]
+        channel.receive()
+        raise SystemExit(3)
+    """,
+    "an exception while explorers wait for weights": """
+        model = torch.nn.Linear(2, 2)
+        weights = WeightBroadcast(model)
+        weights.publish()
+        child = mp.get_context("fork").Process(target=wait_for_weights, args=(weights,))
+        child.start()
+        raise SystemExit(3)
+    """,
+    "Ctrl-C while all wait": """
+        channel = Channel(slots=1)
+        child = mp.get_context("fork").Process(target=send, args=(channel,))
+        child.start()
+        other = Channel()
+        threading.Timer(0.3, lambda: os.killpg(0, signal.SIGINT)).start()
+        try:
+            other.receive()
+        except KeyboardInterrupt:
+            raise SystemExit(3)
+    """,
+}
+PROLOGUE = """
+import multiprocessing as mp, os, signal, sys, threading, torch
+from torchext.channels import Channel, ChannelClosed, WeightBroadcast
+
+def send(channel):
+    try:
+        with channel.sender() as sender:
+            while True:
+                sender.send(torch.zeros(10000))
+    except (ChannelClosed, KeyboardInterrupt):
+        pass
+
+def wait_for_weights(weights):
+    try:
+        while True:
+            weights.wait(newer_than=weights.load_into(torch.nn.Linear(2, 2)))
+    except ChannelClosed:
+        pass
+"""
+
+
+@pytest.mark.parametrize("end", SCRIPTS)
+def test_it_ends_in_less_than_two_seconds_and_leaves_nothing(end: str, tmp_path: Path) -> None:
+    # pytorch/pytorch#48666 #33721: the process hung at its exit.
+    body = "\n".join(line.removeprefix("        ") for line in SCRIPTS[end].splitlines())
+    trace = "import atexit, time; start = []; print('ending', flush=True)\n"
+    script = PROLOGUE + body.replace("raise SystemExit", "print('ending', flush=True); raise SystemExit")
+    if "raise SystemExit" not in body:
+        script += "\n" + trace
+    before = set(os.listdir("/dev/shm"))
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "ending\n"
+        # Two seconds, times what a busy machine may take; a hang would take for ever.
+        assert child.wait(30) in (0, 3)
+        assert child.stdout.read() == ""  # so its children have ended as well
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def test_a_process_that_ends_with_a_full_channel_ends_at_once() -> None:
+    with Channel(slots=1) as channel:
+        with channel.sender() as sender:
+            sender.send(0)
+        with process(send_until_closed, channel) as child:
+            deadline = time.monotonic() + DEADLINE_S
+            while not any(p["name"] == "blocked" for p in channel.stats()["peers"]) and time.monotonic() < deadline:
+                os.sched_yield()
+            channel.close()
+            assert ends(child) == 7
+
+
+def send_until_closed(channel: Channel) -> None:
+    sender = channel.sender("blocked")
+    try:
+        while True:
+            sender.send(1)
+    except ChannelClosed:
+        os._exit(7)
+
+
+# --- Limits of the system ------------------------------------------------------------------------------------------
+
+
+def send_many_leaves(channel: Channel, count: int) -> None:
+    message = {f"leaf{i}": torch.full((10,), i) for i in range(100)}
+    with channel.sender() as sender:
+        for _ in range(count):
+            sender.send(message, timeout=DEADLINE_S)
+
+
+def test_ten_thousand_messages_of_a_hundred_tensors_with_few_descriptors() -> None:
+    # pytorch/pytorch#973 #65198: a descriptor for each tensor.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        with Channel() as channel, process(send_many_leaves, channel, 10_000):
+            opened = len(os.listdir("/proc/self/fd"))
+            received = sum(1 for message in channel if message["leaf99"][9].item() == 99)
+            assert received == 10_000
+            assert len(os.listdir("/proc/self/fd")) <= opened + 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_channels_do_not_use_dev_shm(tmp_path: Path) -> None:
+    # pytorch/pytorch#5040: containers have 64 MB there; the messages of torch.multiprocessing got lost.
+    if os.getuid() != 0 or subprocess.run(["unshare", "-m", "true"], check=False, capture_output=True).returncode:
+        pytest.skip("needs a mount namespace (root)")
+    script = (
+        "import torch\nfrom torchext.channels import Channel\nchannel = Channel(slots=4)\nsender = channel.sender()\n"
+        "for i in range(4): sender.send(torch.full((1 << 23,), i))\n"  # 64 MiB each
+        "print([int(channel.receive(10)[-1]) for _ in range(4)])"
+    )
+    command = f'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "{sys.executable}" -c "$SCRIPT"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", command],
+        env={**os.environ, "SCRIPT": script},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.stdout == "[0, 1, 2, 3]\n", done.stderr
+
+
+# --- Unrelated processes -------------------------------------------------------------------------------------------
+
+UNRELATED = """
+import sys
+from torchext.channels import connect
+channel = connect(sys.argv[1], timeout=30)
+with channel.sender("stranger") as sender:
+    sender.send({"policy": channel.stats()["peers"][0]["role"]})
+"""
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "torchext"
+
+
+def test_an_unrelated_process_connects_by_name(runtime: Path) -> None:
+    with Channel(name="rollouts") as channel:
+        (path,) = runtime.iterdir()
+        assert path.name == "rollouts.channel"
+        assert path.stat().st_mode & 0o777 == 0o600
+        assert runtime.stat().st_mode & 0o777 == 0o700
+        with pytest.raises(ChannelError, match="'rollouts' is taken"):
+            Channel(name="rollouts")
+        command = [sys.executable, "-c", UNRELATED, "rollouts"]
+        assert subprocess.run(command, cwd=ROOT, timeout=DEADLINE_S, check=True).returncode == 0
+        assert channel.receive(DEADLINE_S) == {"policy": "creator"}
+    assert list(runtime.iterdir()) == []
+    with pytest.raises(ChannelTimeout, match="no process of this user serves the channel 'rollouts'"):
+        connect("rollouts", timeout=0)
+
+
+def make_named_and_die() -> None:
+    channel = Channel(name="rollouts")
+    assert channel is not None
+    die()
+
+
+def test_the_name_of_a_killed_process_is_free_again(runtime: Path) -> None:
+    with process(make_named_and_die) as child:
+        assert ends(child) == -signal.SIGKILL
+    assert len(list(runtime.iterdir())) == 1
+    with Channel(name="rollouts") as channel, connect("rollouts").sender() as sender:
+        sender.send(1)
+        assert channel.receive(10) == 1
+    assert list(runtime.iterdir()) == []
+
+
+def test_connecting_waits_for_the_channel(runtime: Path) -> None:
+    command = [sys.executable, "-c", UNRELATED, "later"]
+    with subprocess.Popen(command, cwd=ROOT) as child, Channel(name="later") as channel:
+        assert channel.receive(DEADLINE_S) == {"policy": "creator"}
+        assert child.wait(DEADLINE_S) == 0
+
+
+def test_a_folder_that_others_could_write_to_is_refused(runtime: Path) -> None:
+    runtime.mkdir(mode=0o777)
+    runtime.chmod(0o777)
+    with pytest.raises(ChannelError, match="must belong to this user alone"):
+        Channel(name="rollouts")
+
+
+def test_a_channel_travels_through_a_pipe_while_its_process_has_it() -> None:
+    channel: Any = Channel()
+    pickled = pickle.dumps(channel)
+    copy = pickle.loads(pickled)
+    with copy.sender() as sender:
+        sender.send(1)
+    assert channel.receive(10) == 1
+    copy.close()
+    channel.close()
+    del copy, channel
+    with pytest.raises((ChannelError, RuntimeError)):
+        pickle.loads(pickled)
