@@ -132,6 +132,11 @@ class WeightBroadcast:
             raise ValueError("publish in another process than the one that made this needs the module")
         tensors = self._tensors(module)
         with self._lock:
+            self._own()
+            if self._role != _PUBLISHER:  # from now on, those who wait are told if it dies
+                if self._reader is not None:
+                    self._reader.leave()
+                self._role, self._reader = _PUBLISHER, None
             reader = self._join()
             slab = reader.begin()
             try:
