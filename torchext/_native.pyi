@@ -1,10 +1,13 @@
 """Types of the C++ core. It is absent where no C++20 compiler was at hand at installation."""
 
+import mmap
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy
 import numpy.typing
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
 
 def build_info() -> dict[str, str]:
     """Says how this core was built.
@@ -280,3 +283,43 @@ class channels:  # a submodule
     def release(lease: Any) -> None: ...
     @staticmethod
     def row(lease: Any, row: int) -> Any: ...
+
+class replication:  # a submodule
+    """Frames and predicates of torchext.replication."""
+
+    header_bytes: int
+    max_payload: int
+
+    @staticmethod
+    def crc32c(data: Buffer, crc: int = 0) -> int: ...
+    @staticmethod
+    def scan_frames(
+        buffer: Buffer, begin: int, end: int, seq: int, offset: int, checksum: int, max_message: int
+    ) -> tuple[int, int, int, int, int]:
+        """Verdict (see csrc/replication/frames.hpp), where it stopped, and the place there: seq, offset, checksum."""
+
+    @staticmethod
+    def put_frame(
+        to: Buffer,
+        at: int,
+        source: Buffer,
+        begin: int,
+        length: int,
+        seq: int,
+        offset: int,
+        flags: int,
+        kind: int,
+        before: int,
+    ) -> int: ...
+
+    class Counters:
+        """Counters that only grow, and predicates over them in postfix form."""
+
+        def add_counter(self) -> int: ...
+        def counter(self, index: int) -> int: ...
+        def add(self, code: Sequence[int]) -> int: ...
+        def remove(self, predicate: int) -> None: ...
+        def value(self, predicate: int) -> int: ...
+        def evaluate(self, predicate: int) -> int: ...
+        def raise_to(self, index: int, to: int) -> list[int] | None: ...
+        def lower(self, index: int, to: int) -> None: ...

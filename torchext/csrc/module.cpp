@@ -5,6 +5,7 @@
 #include "build_info.hpp"
 #include "channels/bindings.hpp"
 #include "collectives/bindings.hpp"
+#include "replication/bindings.hpp"
 
 #define TORCHEXT_STR_(x) #x
 #define TORCHEXT_STR(x) TORCHEXT_STR_(x)
@@ -29,4 +30,7 @@ PYBIND11_MODULE(_native, m) {
     torchext::collectives::bind_order(collectives);
     auto channels = m.def_submodule("channels", "The queues of torchext.channels; Linux only.");
     torchext::channels::bind(channels);
+
+    auto replication = m.def_submodule("replication", "Frames and predicates of torchext.replication.");
+    torchext::replication::bind(replication);
 }

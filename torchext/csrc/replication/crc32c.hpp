@@ -1,0 +1,12 @@
+// CRC-32C (Castagnoli) of RFC 3720, the checksum of frames.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace torchext::replication {
+
+// Continues `crc`, which is 0 at the start of a message; crc32c(crc32c(0, a), b) is the checksum of a followed by b.
+std::uint32_t crc32c(std::uint32_t crc, const void* data, std::size_t size);
+
+}  // namespace torchext::replication
