@@ -299,6 +299,10 @@ class replication:  # a submodule
         """Verdict (see csrc/replication/frames.hpp), where it stopped, and the place there: seq, offset, checksum."""
 
     @staticmethod
+    def find_frame(
+        buffer: Buffer, begin: int, end: int, seq: int, offset: int, before: int
+    ) -> tuple[int, int] | None: ...
+    @staticmethod
     def put_frame(
         to: Buffer,
         at: int,

@@ -15,9 +15,6 @@ from torchext._optional import require_native
 from torchext.replication.errors import ReplicationError
 from torchext.replication.predicates import Counter, Predicate, Sites, compile_predicate
 
-require_native()
-from torchext._native import replication as native  # noqa: E402
-
 Callback = Callable[[int], None]
 
 
@@ -45,6 +42,9 @@ class Frontiers:
     """
 
     def __init__(self, sites: Sites) -> None:
+        require_native()
+        from torchext._native import replication as native
+
         self._sites = sites
         self._counters = native.Counters()
         self._index: dict[Counter, int] = {}
@@ -108,7 +108,7 @@ class Frontiers:
         moved = self._counters.raise_to(self._slot(counter), value)
         if moved is None:
             return []
-        names = []
+        names: list[str] = []
         for id in moved:
             named, version = self._users[id]
             reached = self._counters.value(id)
@@ -126,7 +126,7 @@ class Frontiers:
         return names
 
     def lower_to(self, counter: Counter, value: int) -> None:
-        """Takes note that a site has lost what it had acknowledged. Frontiers stay where they are, as they were said."""
+        """Takes note that a site has lost what it had acknowledged. Frontiers stay: they have been said."""
         self._counters.lower(self._slot(counter), value)
 
     def counter(self, counter: Counter) -> int:
@@ -139,7 +139,7 @@ class Frontiers:
         return self._get(name).said
 
     def wait(self, seq: int, name: str) -> Future[int]:
-        """A future that is done once the message is stable under the predicate as it is now; its result: the frontier."""
+        """A future that is done once the message is stable under the predicate as it is now; it gives the frontier."""
         named = self._get(name)
         future: Future[int] = Future()
         if seq <= named.said:

@@ -47,6 +47,19 @@ py::tuple scan_frames(const py::buffer& buffer, std::size_t begin, std::size_t e
     return py::make_tuple(static_cast<int>(verdict), begin, place.seq, place.offset, place.checksum);
 }
 
+py::object find_frame(const py::buffer& buffer, std::size_t begin, std::size_t end, std::uint64_t seq,
+                      std::uint64_t offset, std::uint32_t before) {
+    const Bytes bytes(buffer);
+    bytes.check(begin, end);
+    bool found;
+    {
+        py::gil_scoped_release release;
+        found = find(bytes.data(), begin, end, seq, offset, before);
+    }
+    if (!found) return py::none();
+    return py::make_tuple(begin, before);
+}
+
 std::uint32_t put_frame(const py::buffer& to, std::size_t at, const py::buffer& from, std::size_t begin,
                         std::size_t length, std::uint64_t seq, std::uint64_t offset, std::uint16_t flags,
                         std::uint16_t kind, std::uint32_t before) {
@@ -74,6 +87,8 @@ void bind(py::module_& m) {
         py::arg("data"), py::arg("crc") = 0);
     m.def("scan_frames", &scan_frames, py::arg("buffer"), py::arg("begin"), py::arg("end"), py::arg("seq"),
           py::arg("offset"), py::arg("checksum"), py::arg("max_message"));
+    m.def("find_frame", &find_frame, py::arg("buffer"), py::arg("begin"), py::arg("end"), py::arg("seq"),
+          py::arg("offset"), py::arg("before"));
     m.def("put_frame", &put_frame, py::arg("to"), py::arg("at"), py::arg("source"), py::arg("begin"),
           py::arg("length"), py::arg("seq"), py::arg("offset"), py::arg("flags"), py::arg("kind"), py::arg("before"));
 

@@ -94,4 +94,19 @@ inline Verdict scan(const unsigned char* data, std::size_t& position, std::size_
     return Verdict::incomplete;
 }
 
+// Walks over frames that were scanned before to the one at (seq, offset): moves position there and returns the checksum
+// of the frame before it, or `before` if it is the first. False if there is none.
+inline bool find(const unsigned char* data, std::size_t& position, std::size_t size, std::uint64_t seq,
+                 std::uint64_t offset, std::uint32_t& before) {
+    while (size - position >= sizeof(FrameHeader)) {
+        FrameHeader header;
+        std::memcpy(&header, data + position, sizeof header);
+        if (header.magic != kMagic || header.length > size - position - sizeof header) return false;
+        if (header.seq == seq && header.offset == offset) return true;
+        before = header.checksum;
+        position += sizeof header + header.length;
+    }
+    return false;
+}
+
 }  // namespace torchext::replication

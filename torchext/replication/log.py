@@ -1,0 +1,554 @@
+"""The log of one stream: messages in segment files, in the form in which they travel.
+
+A segment is a file of fixed size, reserved on the disk before anything is written, so that a full disk is met where it
+can be said and never in the middle of a message. Frames (csrc/replication/frames.hpp) are received straight into the
+mapped file and sent straight out of it. After a crash, whatever does not continue the chain of checksums is cut off.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import mmap
+import os
+import re
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from torchext._optional import require_native
+from torchext.replication.errors import StoreError, StoreFullError
+
+Buffer = bytes | bytearray | memoryview | mmap.mmap
+
+LAST = 1  # flags of frames, as in frames.hpp
+ABORTED = 2
+HEADER = struct.Struct("<IIQQHHI")  # magic, length, seq, offset, flags, kind, checksum
+MAX_PAYLOAD = 1 << 20
+
+_SEGMENT = struct.Struct("<8sQQI")  # magic, then the place at which the segment begins
+_SEGMENT_MAGIC = b"TXSEGM01"
+_BEGIN = 64  # where the frames of a segment begin
+_NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})\.seg")
+MIN_SEGMENT_BYTES = _BEGIN + HEADER.size + MAX_PAYLOAD
+
+_INCOMPLETE, _BLANK = 0, 1
+_VERDICTS = {2: "no frame where one is due", 3: "a length beyond bounds", 4: "a frame out of place", 5: "a checksum"}
+
+_logger = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """A place in a stream: after ``seq`` whole messages and ``offset`` bytes of the next.
+
+    Attributes:
+        checksum: Of the frame before; it stands for all that came before.
+    """
+
+    seq: int
+    offset: int
+    checksum: int
+
+
+class FrameError(StoreError):
+    """What came is not what has to follow; nothing of it was taken."""
+
+
+@dataclass(eq=False)
+class _Segment:
+    path: Path
+    base: Place
+    end: int = _BEGIN  # of its frames
+
+
+@dataclass(eq=False)
+class _Writable:
+    segment: _Segment
+    fd: int
+    map: mmap.mmap
+    filled: int  # bytes up to here came in; from segment.end on they are not yet whole frames
+
+
+class StreamLog:
+    """Messages of one origin, as far as this site has them.
+
+    One thread at a time may write (hold `writing`); any number may read, each with a `Cursor` of its own.
+
+    Args:
+        folder: For this log alone; made if missing.
+        segment_bytes: Size of a file.
+        max_message_bytes: Longer messages are refused.
+
+    Attributes:
+        changed: Guards `tail` and the list of segments; notified whenever the log grows.
+        writing: Held by who writes.
+
+    Raises:
+        StoreError: What is in the folder is no log, or is damaged elsewhere than at its end.
+        OSError: As the file system says.
+    """
+
+    def __init__(self, folder: Path, *, segment_bytes: int, max_message_bytes: int) -> None:
+        require_native()
+        from torchext._native import replication as native
+
+        self._native = native
+        self._folder = folder
+        self._segment_bytes = segment_bytes
+        self._max_message = max_message_bytes
+        self.changed = threading.Condition()
+        self.writing = threading.Lock()
+        self._segments: list[_Segment] = []
+        self._spares: list[tuple[int, Path]] = []
+        self._num_spares = 0
+        self._writable: _Writable | None = None
+        self._unsynced: list[int] = []  # descriptors of segments that were left with writes not yet on the disk
+        self._closed = False
+        self.tail = Place(0, 0, 0)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._recover()
+
+    # What is there.
+
+    @property
+    def first(self) -> Place:
+        """Where the log begins: what came before was dropped."""
+        with self.changed:
+            return self._segments[0].base if self._segments else self.tail
+
+    @property
+    def size_bytes(self) -> int:
+        """What the log takes on the disk."""
+        with self.changed:
+            return len(self._segments) * self._segment_bytes
+
+    def wait_beyond(self, place: Place, timeout_s: float) -> bool:
+        """Waits until there is something after this place; whether there is."""
+        with self.changed:
+            return self.changed.wait_for(lambda: self._closed or self.tail[:2] > place[:2], timeout_s) and (
+                self.tail[:2] > place[:2]
+            )
+
+    # Writing: the caller holds `writing`.
+
+    def append(self, source: Buffer | int, size: int, kind: int) -> int:
+        """Adds a message.
+
+        Args:
+            source: The bytes, or the descriptor of a file to read them from.
+            size: How many.
+            kind: Is handed to the readers.
+
+        Returns:
+            Its sequence number.
+
+        Raises:
+            StoreFullError: There is no room; nothing was taken.
+            StoreError: The file turned out shorter than ``size``; the message exists as one that was given up.
+        """
+        if size > self._max_message:
+            raise StoreError(f"a message of {size} bytes is longer than max_message_bytes = {self._max_message}")
+        self._reserve(size)
+        if self.tail.offset:
+            raise AssertionError("append in the middle of a message")
+        sent = 0
+        while True:
+            writable = self._room_for(HEADER.size + min(size - sent, 1))
+            at = writable.segment.end
+            length = min(size - sent, MAX_PAYLOAD, self._segment_bytes - at - HEADER.size)
+            flags = LAST if sent + length == size else 0
+            begin, data = sent, source
+            if isinstance(data, int):
+                begin, data = at + HEADER.size, writable.map
+                with memoryview(writable.map) as view:
+                    length_read = _read_all(source, view[begin : begin + length], sent)  # type: ignore[arg-type]
+                if length_read < length:
+                    length, flags = length_read, LAST | ABORTED
+            seq = self._put(writable, data, begin, length, flags, kind)
+            sent += length
+            if flags & ABORTED:
+                raise StoreError(f"the file ended after {sent} of {size} bytes; message {seq} was given up")
+            if flags & LAST:
+                return seq
+
+    def abort_partial(self) -> bool:
+        """Gives up a message that was begun before a crash; whether there was one."""
+        if not self.tail.offset:
+            return False
+        self._reserve(0)
+        self._put(self._room_for(HEADER.size), b"", 0, 0, LAST | ABORTED, 0)
+        return True
+
+    def receive(self, read: Callable[[memoryview], int]) -> int:
+        """Reads once, straight into the log, and takes what whole frames there are.
+
+        Args:
+            read: Fills a part of the memory that it is given and says how much, as ``socket.recv_into``.
+
+        Returns:
+            What ``read`` returned.
+
+        Raises:
+            FrameError: What came does not continue this log.
+            StoreFullError: There is no room for more; call again once there is.
+        """
+        writable = self._writable
+        if writable is None or writable.filled == self._segment_bytes:
+            writable = self._roll(carry=True)
+        with memoryview(writable.map) as view:
+            count = read(view[writable.filled : writable.filled + (4 << 20)])
+        writable.filled += count
+        verdict, end, *place = self._native.scan_frames(
+            writable.map, writable.segment.end, writable.filled, *self.tail, self._max_message
+        )
+        if end > writable.segment.end:
+            self._commit(writable, end, Place(*place))
+        if verdict not in (_INCOMPLETE,):
+            raise FrameError(_VERDICTS.get(verdict, "no frame where one is due"))
+        return count
+
+    def begin_receiving(self) -> None:
+        """Forgets bytes of a frame whose rest will not come: the connection that brought them is gone."""
+        if self._writable is not None:
+            self._writable.filled = self._writable.segment.end
+
+    def begin_at(self, place: Place) -> None:
+        """Has an empty log begin later in its stream, where the origin's own begins by now."""
+        with self.changed:
+            if self._segments or self.tail.seq:
+                raise StoreError(f"{self._folder}: only an empty log can begin at message {place.seq + 1}")
+            self.tail = place
+
+    # Durability: one thread.
+
+    def sync(self) -> Place:
+        """Brings everything to the disk that was there at the call; returns up to where."""
+        with self.changed:
+            place = self.tail
+            left, self._unsynced = self._unsynced, []
+            current = os.dup(self._writable.fd) if self._writable is not None else None
+        try:
+            for fd in [*left, *([current] if current is not None else [])]:
+                os.fdatasync(fd)
+        finally:
+            for fd in [*left, *([current] if current is not None else [])]:
+                os.close(fd)
+        return place
+
+    def verify(self, begin: Place, end: Place) -> bool:
+        """Reads back what lies between two places and checks it against its checksums."""
+        with Cursor(self, begin) as cursor:
+            while cursor.place[:2] < end[:2]:
+                region = cursor.region()
+                if region is None:
+                    return False
+                verdict, at, *place = self._native.scan_frames(
+                    cursor.map, region[0], region[1], *cursor.place, self._max_message
+                )
+                if at != region[1]:
+                    return False
+                cursor.advance(at, Place(*place))
+        return True
+
+    def truncate(self, before: int) -> int:
+        """Drops files that hold only messages before this one; returns how many."""
+        dropped = []
+        with self.changed:
+            while len(self._segments) > 1:
+                following = self._segments[1].base
+                if following.seq + (following.offset > 0) >= before:
+                    break
+                dropped.append(self._segments.pop(0))
+            self.changed.notify_all()
+        for segment in dropped:
+            segment.path.unlink(missing_ok=True)
+        return len(dropped)
+
+    def close(self) -> None:
+        """Ends all waits and closes the files, which are not synced by this."""
+        with self.changed:
+            if self._closed:
+                return
+            self._closed = True
+            self.changed.notify_all()
+            for fd in self._unsynced:
+                os.close(fd)
+            self._unsynced = []
+            if self._writable is not None:
+                self._writable.map.close()
+                os.close(self._writable.fd)
+                self._writable = None
+        for fd, path in self._spares:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+        self._spares = []
+
+    def _put(self, writable: _Writable, data: Buffer, begin: int, length: int, flags: int, kind: int) -> int:
+        seq, offset, before = self.tail
+        end = writable.segment.end
+        checksum = self._native.put_frame(writable.map, end, data, begin, length, seq + 1, offset, flags, kind, before)
+        last = bool(flags & LAST)
+        place = Place(seq + last, 0 if last else offset + length, checksum)
+        writable.filled = end + HEADER.size + length
+        self._commit(writable, writable.filled, place)
+        return seq + 1
+
+    def _commit(self, writable: _Writable, end: int, place: Place) -> None:
+        with self.changed:
+            writable.segment.end = end
+            self.tail = place
+            self.changed.notify_all()
+
+    def _room_for(self, size: int) -> _Writable:
+        writable = self._writable
+        if writable is None or self._segment_bytes - writable.segment.end < size:
+            writable = self._roll(carry=False)
+        return writable
+
+    def _reserve(self, size: int) -> None:
+        """Makes files for all of a message before its first byte is written."""
+        left = 0 if self._writable is None else self._segment_bytes - self._writable.segment.end
+        per_segment = self._segment_bytes - _BEGIN
+        frames = size // MAX_PAYLOAD + 1
+        needed = size + HEADER.size * frames - max(0, left - HEADER.size)
+        count = 0
+        while needed > 0:
+            count += 1
+            needed -= per_segment - 2 * HEADER.size
+        while len(self._spares) < count:
+            self._make_spare()
+
+    def _make_spare(self) -> None:
+        self._num_spares += 1
+        path = self._folder / f"spare-{self._num_spares}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, self._segment_bytes)
+        except OSError as error:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise StoreFullError(
+                    f"{self._folder}: no room for {self._segment_bytes} bytes more ({error.strerror})"
+                ) from None
+            raise
+        self._spares.append((fd, path))
+
+    def _roll(self, *, carry: bool) -> _Writable:
+        """Goes on in a new file; with ``carry``, takes along what came in of a frame that is not whole yet."""
+        if not self._spares:
+            self._make_spare()
+        fd, spare = self._spares.pop()
+        base = self.tail
+        path = self._folder / f"{base.seq:016x}-{base.offset:016x}.seg"
+        os.pwrite(fd, _SEGMENT.pack(_SEGMENT_MAGIC, *base), 0)
+        os.fsync(fd)
+        os.rename(spare, path)
+        _sync_folder(self._folder)
+        former = self._writable
+        writable = _Writable(_Segment(path, base), fd, mmap.mmap(fd, self._segment_bytes), _BEGIN)
+        if former is not None and carry:
+            begun = former.map[former.segment.end : former.filled]
+            writable.map[_BEGIN : _BEGIN + len(begun)] = begun
+            writable.filled += len(begun)
+        with self.changed:
+            self._segments.append(writable.segment)
+            self._writable = writable
+            if former is not None:
+                self._unsynced.append(former.fd)
+        if former is not None:
+            former.map.close()
+        return writable
+
+    def _recover(self) -> None:
+        found: list[_Segment] = []
+        for path in sorted(self._folder.iterdir()):
+            if path.name.startswith("spare-"):
+                path.unlink()
+                continue
+            if not _NAME.fullmatch(path.name):
+                raise StoreError(f"{path}: not a file of this log; give each site a store of its own")
+            found.append(_Segment(path, _base_of(path)))
+        for number, segment in enumerate(found):
+            if number == 0:
+                self.tail = segment.base
+            elif segment.base != self.tail:
+                raise StoreError(
+                    f"{found[number - 1].path}: damaged after message {self.tail.seq}, offset {self.tail.offset}, for "
+                    f"the next file begins at message {segment.base.seq + 1}; restore it, or remove the folder to "
+                    "have the other sites send the stream again"
+                )
+            self._scan(segment, is_last=number == len(found) - 1)
+            self._segments.append(segment)
+
+    def _scan(self, segment: _Segment, *, is_last: bool) -> None:
+        fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
+        size = os.fstat(fd).st_size
+        mapped = mmap.mmap(fd, size)
+        verdict, segment.end, *place = self._native.scan_frames(mapped, _BEGIN, size, *self.tail, self._max_message)
+        self.tail = Place(*place)
+        if not is_last or size != self._segment_bytes:
+            mapped.close()
+            os.close(fd)
+            return
+        if verdict not in (_INCOMPLETE, _BLANK):
+            _logger.warning(
+                "%s: cut off after message %d, offset %d: what follows was not written whole (%s)",
+                segment.path,
+                *self.tail[:2],
+                _VERDICTS[verdict],
+            )
+        self._writable = _Writable(segment, fd, mapped, segment.end)
+
+
+class Cursor:
+    """A reader's place in a log, with the file that it reads.
+
+    Args:
+        log: The log.
+        place: Where to begin: the end of a message or a frame. Its checksum is compared if it is not None.
+
+    Attributes:
+        place: Where it is. Its checksum holds if `advance` was told so.
+        map: The file that holds what comes next.
+        fd: The same, as a descriptor.
+
+    Raises:
+        StoreError: There is no such place in the log: it was dropped, is not there yet, or never was.
+    """
+
+    def __init__(self, log: StreamLog, place: Place | tuple[int, int]) -> None:
+        self._log = log
+        self.fd = -1
+        self.map: mmap.mmap | None = None
+        self._segment: _Segment | None = None
+        self._at = _BEGIN
+        with log.changed:
+            segments, tail = list(log._segments), log.tail
+        seq, offset = place[:2]
+        if (seq, offset) > tail[:2]:
+            raise StoreError(f"message {seq}, offset {offset} is beyond the log's end, message {tail.seq}")
+        if (seq, offset) == tail[:2] and not segments:
+            self.place = tail
+            return
+        holder = next((s for s in reversed(segments) if s.base[:2] <= (seq, offset)), None)
+        if holder is None:
+            raise StoreError(
+                f"the log begins after message {segments[0].base.seq}, so what follows message {seq} is not there"
+            )
+        self._open(holder)
+        if (seq, offset) == tail[:2]:
+            self._at, self.place = holder.end, tail
+            return
+        assert self.map is not None
+        found = log._native.find_frame(self.map, _BEGIN, holder.end, seq + 1, offset, holder.base.checksum)
+        if found is None:
+            self.close()
+            raise StoreError(f"no frame begins after message {seq}, offset {offset}")
+        self._at, checksum = found
+        self.place = Place(seq, offset, checksum)
+
+    def __enter__(self) -> Cursor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the file. What was cut out of `map` stays valid."""
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd, self.map, self._segment = -1, None, None
+
+    def region(self) -> tuple[int, int] | None:
+        """The part of the file that follows; None if there is nothing yet."""
+        while True:
+            with self._log.changed:
+                segments = self._log._segments
+                if self._segment is None:
+                    following = next((s for s in segments if s.base[:2] >= self.place[:2]), None)
+                elif self._at < self._segment.end:
+                    return self._at, self._segment.end
+                else:
+                    base = self._segment.base
+                    following = next((s for s in segments if s.base[:2] > base[:2]), None)
+            if following is None:
+                return None
+            if following.base[:2] != self.place[:2]:
+                raise StoreError(f"what follows message {self.place.seq} was dropped from the log")
+            self._open(following)
+
+    def advance(self, at: int, place: Place) -> None:
+        """Moves on to a place in the same file."""
+        self._at, self.place = at, place
+
+    def message(self) -> tuple[int, int, bool, list[memoryview]] | None:
+        """The next whole message: sequence number, kind, whether it was given up, and its parts; None if not there."""
+        parts: list[memoryview] = []
+        start = self._segment, self._at, self.place
+        while True:
+            region = self.region()
+            if region is None:
+                if self._segment is not start[0] and start[0] is not None:
+                    self._open(start[0])
+                _, self._at, self.place = start
+                return None
+            assert self.map is not None
+            at, end = region
+            view = memoryview(self.map)
+            while at < end:
+                _, length, seq, offset, flags, kind, checksum = HEADER.unpack_from(self.map, at)
+                begin = at + HEADER.size
+                if length:
+                    parts.append(view[begin : begin + length])
+                at = begin + length
+                if flags & LAST:
+                    self.advance(at, Place(seq, 0, checksum))
+                    return seq, kind, bool(flags & ABORTED), parts
+                self.advance(at, Place(seq - 1, offset + length, checksum))
+
+    def messages(self) -> Iterator[tuple[int, int, bool, list[memoryview]]]:
+        """All whole messages that are there."""
+        while (message := self.message()) is not None:
+            yield message
+
+    def _open(self, segment: _Segment) -> None:
+        try:
+            fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            raise StoreError(f"what follows message {segment.base.seq} was dropped from the log") from None
+        self.close()
+        self.fd = fd
+        self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        self._segment = segment
+        self._at = _BEGIN
+
+
+def _base_of(path: Path) -> Place:
+    with open(path, "rb") as file:
+        head = file.read(_SEGMENT.size)
+    if len(head) < _SEGMENT.size or not head.startswith(_SEGMENT_MAGIC):
+        raise StoreError(f"{path}: not a segment of a log: its header is missing")
+    _, *place = _SEGMENT.unpack(head)
+    return Place(*place)
+
+
+def _read_all(fd: int, view: memoryview, offset: int) -> int:
+    done = 0
+    while done < len(view):
+        count = os.preadv(fd, [view[done:]], offset + done)
+        if not count:
+            break
+        done += count
+    return done
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
