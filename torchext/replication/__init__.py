@@ -1,8 +1,36 @@
-"""Replication to many sites, with stability in the user's own words."""
+"""Replication to many sites, with stability in the user's own words.
+
+State goes to every site at the speed of the links; a predicate that the user writes says when it is safe.
+
+Source: "Stabilizer: Geo-Replication with User-defined Consistency" (ICDCS 2022).
+"""
 
 from __future__ import annotations
 
-from torchext.replication.errors import PredicateError, ReplicationError
+from torchext.replication.errors import (
+    ClosedError,
+    ConfigError,
+    DivergedError,
+    PredicateError,
+    ReplicationError,
+    StabilityTimeoutError,
+    StoreError,
+    StoreFullError,
+)
+from torchext.replication.message import Message
+from torchext.replication.node import Node
 from torchext.replication.predicates import dual
 
-__all__ = ["PredicateError", "ReplicationError", "dual"]
+__all__ = [
+    "ClosedError",
+    "ConfigError",
+    "DivergedError",
+    "Message",
+    "Node",
+    "PredicateError",
+    "ReplicationError",
+    "StabilityTimeoutError",
+    "StoreError",
+    "StoreFullError",
+    "dual",
+]

@@ -86,6 +86,10 @@ class Frontiers:
         named.said = max(before, self._counters.value(version.id))
         return named.said > before
 
+    def check(self, text: str) -> None:
+        """Raises PredicateError if a predicate does not fit this stream."""
+        compile_predicate(text, self._sites)
+
     def set_sites(self, sites: Sites) -> None:
         """Resolves all predicates anew against other sites; nothing changes if one of them is refused."""
         former = self._sites

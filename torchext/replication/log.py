@@ -61,7 +61,8 @@ class FrameError(StoreError):
 class _Segment:
     path: Path
     base: Place
-    end: int = _BEGIN  # of its frames
+    tail: Place  # where its frames end
+    end: int = _BEGIN  # ... in the file
 
 
 @dataclass(eq=False)
@@ -245,7 +246,7 @@ class StreamLog:
                 region = cursor.region()
                 if region is None:
                     return False
-                verdict, at, *place = self._native.scan_frames(
+                _, at, *place = self._native.scan_frames(
                     cursor.map, region[0], region[1], *cursor.place, self._max_message
                 )
                 if at != region[1]:
@@ -299,7 +300,7 @@ class StreamLog:
     def _commit(self, writable: _Writable, end: int, place: Place) -> None:
         with self.changed:
             writable.segment.end = end
-            self.tail = place
+            writable.segment.tail = self.tail = place
             self.changed.notify_all()
 
     def _room_for(self, size: int) -> _Writable:
@@ -349,7 +350,7 @@ class StreamLog:
         os.rename(spare, path)
         _sync_folder(self._folder)
         former = self._writable
-        writable = _Writable(_Segment(path, base), fd, mmap.mmap(fd, self._segment_bytes), _BEGIN)
+        writable = _Writable(_Segment(path, base, base), fd, mmap.mmap(fd, self._segment_bytes), _BEGIN)
         if former is not None and carry:
             begun = former.map[former.segment.end : former.filled]
             writable.map[_BEGIN : _BEGIN + len(begun)] = begun
@@ -371,7 +372,8 @@ class StreamLog:
                 continue
             if not _NAME.fullmatch(path.name):
                 raise StoreError(f"{path}: not a file of this log; give each site a store of its own")
-            found.append(_Segment(path, _base_of(path)))
+            base = _base_of(path)
+            found.append(_Segment(path, base, base))
         for number, segment in enumerate(found):
             if number == 0:
                 self.tail = segment.base
@@ -389,7 +391,7 @@ class StreamLog:
         size = os.fstat(fd).st_size
         mapped = mmap.mmap(fd, size)
         verdict, segment.end, *place = self._native.scan_frames(mapped, _BEGIN, size, *self.tail, self._max_message)
-        self.tail = Place(*place)
+        segment.tail = self.tail = Place(*place)
         if not is_last or size != self._segment_bytes:
             mapped.close()
             os.close(fd)
@@ -412,6 +414,7 @@ class Cursor:
         place: Where to begin: the end of a message or a frame. Its checksum is compared if it is not None.
 
     Attributes:
+        log: The log.
         place: Where it is. Its checksum holds if `advance` was told so.
         map: The file that holds what comes next.
         fd: The same, as a descriptor.
@@ -421,7 +424,7 @@ class Cursor:
     """
 
     def __init__(self, log: StreamLog, place: Place | tuple[int, int]) -> None:
-        self._log = log
+        self.log = log
         self.fd = -1
         self.map: mmap.mmap | None = None
         self._segment: _Segment | None = None
@@ -464,22 +467,24 @@ class Cursor:
         self.fd, self.map, self._segment = -1, None, None
 
     def region(self) -> tuple[int, int] | None:
-        """The part of the file that follows; None if there is nothing yet."""
+        """The part of the file that follows; None if there is nothing yet, and then `place` is where the log ends."""
         while True:
-            with self._log.changed:
-                segments = self._log._segments
-                if self._segment is None:
-                    following = next((s for s in segments if s.base[:2] >= self.place[:2]), None)
-                elif self._at < self._segment.end:
-                    return self._at, self._segment.end
-                else:
-                    base = self._segment.base
-                    following = next((s for s in segments if s.base[:2] > base[:2]), None)
+            with self.log.changed:
+                if self._segment is not None:
+                    if self._at < self._segment.end:
+                        return self._at, self._segment.end
+                    self.place = self._segment.tail
+                if self.place[:2] == self.log.tail[:2]:
+                    return None
+                segments = self.log._segments
+                following = next((s for s in segments if s is not self._segment and s.base == self.place), None)
             if following is None:
-                return None
-            if following.base[:2] != self.place[:2]:
                 raise StoreError(f"what follows message {self.place.seq} was dropped from the log")
             self._open(following)
+
+    def skip(self, at: int) -> None:
+        """Moves on within the region."""
+        self._at = at
 
     def advance(self, at: int, place: Place) -> None:
         """Moves on to a place in the same file."""

@@ -1,0 +1,336 @@
+"""What the threads of a node share: logs, counters, frontiers, and who is told of their changes. No sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torchext.replication.config import Config
+from torchext.replication.errors import ClosedError, ConfigError, ReplicationError, StoreError
+from torchext.replication.frontiers import Frontiers
+from torchext.replication.log import StreamLog
+from torchext.replication.predicates import ACKS, Counter, Predicate, Sites, compile_predicate
+
+RECEIVED, PERSISTED, VERIFIED = ACKS
+TRUNCATED = "truncated"  # not an ack: up to where an origin lets the others forget
+_TRUNCATE = "(truncate)"  # name of the predicate behind which logs are truncated
+
+_logger = logging.getLogger(__name__)
+
+
+class Outbox:
+    """Counters of this site that one other site is yet to be told; later values replace earlier ones."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._counters: dict[tuple[str, str], int] = {}
+        self._closed = False
+
+    def post(self, origin: str, ack: str, seq: int) -> None:
+        """Adds a counter."""
+        with self._changed:
+            self._counters[origin, ack] = seq
+            self._changed.notify()
+
+    def take(self, timeout_s: float) -> dict[tuple[str, str], int]:
+        """Takes all there is; waits for it, up to the timeout."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._counters) or self._closed, timeout_s)
+            counters, self._counters = self._counters, {}
+            return counters
+
+    def close(self) -> None:
+        """Ends the waits."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+
+class Core:
+    """The state of one site.
+
+    `lock` guards the frontiers, the counters of this site and the lists of who is told.
+
+    Args:
+        config: The sites.
+        me: This one.
+    """
+
+    def __init__(self, config: Config, me: str) -> None:
+        if me not in config.sites:
+            raise ConfigError(f"me: there is no site {me!r}; there are: {', '.join(config.sites)}")
+        self.config = config
+        self.me = me
+        self.lock = threading.RLock()
+        self.closing = threading.Event()
+        self.work = threading.Event()  # for `keep`: something is to be brought to the disk or dropped from it
+        self.outboxes: dict[str, Outbox] = {site: Outbox() for site in config.sites if site != me}
+        self.heard: dict[str, bool] = dict.fromkeys(self.outboxes, False)  # whose counters are known, as of now
+        self.trouble: dict[str, str] = {}  # what keeps this site from going on, by what it concerns; for `status`
+        self.fault: BaseException | None = None
+        self._acks = [*ACKS, *config.acks]
+        self._own: dict[tuple[str, str], int] = {}
+        self._floors: dict[str, int] = {}
+        self._readers: dict[str, list[list[int]]] = {origin: [] for origin in config.sites}
+        self._moved = threading.Condition(self.lock)
+        self._queue: dict[tuple[str, str], None] = {}  # frontiers that moved and whose monitors are to be told
+        self._monitors: dict[tuple[str, str], list[Callable[[int], None]]] = {}
+        store = Path(config.sites[me].store)
+        store.mkdir(parents=True, exist_ok=True)
+        self._store_lock = _locked(store / "lock")
+        self.logs: dict[str, StreamLog] = {}
+        try:
+            for origin in config.sites:
+                self.logs[origin] = StreamLog(
+                    store / "streams" / origin,
+                    segment_bytes=config.segment_bytes,
+                    max_message_bytes=config.max_message_bytes,
+                )
+            self.frontiers = {origin: Frontiers(self._sites(origin)) for origin in config.sites}
+            self._texts: dict[str, str] = {}
+            for name, text in config.predicates.items():
+                self.register(name, text)
+            if config.truncate:
+                self.frontiers[me].register(_TRUNCATE, config.truncate)
+        except BaseException:
+            self._close_files()
+            raise
+        self._durable = {origin: log.tail if log.tail.seq == 0 else log.first for origin, log in self.logs.items()}
+        for origin, log in self.logs.items():
+            self.raise_own(origin, RECEIVED, log.tail.seq)
+        self.work.set()
+
+    def _sites(self, origin: str) -> Sites:
+        return Sites({name: site.zone for name, site in self.config.sites.items()}, origin, tuple(self._acks))
+
+    # Predicates.
+
+    def register(self, name: str, text: str) -> None:
+        """Registers a predicate for this site's stream; for those of others once somebody asks for it there."""
+        with self.lock:
+            self.frontiers[self.me].register(name, text)
+            self._texts[name] = text
+
+    def change(self, name: str, text: str) -> None:
+        """Changes it for every stream, or for none."""
+        with self.lock:
+            users = [o for o, frontiers in self.frontiers.items() if name in frontiers.predicates()]
+            for origin in users:
+                self.frontiers[origin].check(text)
+            if not users:
+                self.frontiers[self.me].predicate(name)  # says that there is none
+            for origin in users:
+                if self.frontiers[origin].change(name, text):
+                    self._tell(origin, [name])
+            self._texts[name] = text
+
+    def frontiers_of(self, origin: str, name: str) -> Frontiers:
+        """The frontiers of a stream, among them that of this predicate. The caller holds the lock."""
+        frontiers = self.frontiers.get(origin)
+        if frontiers is None:
+            raise ReplicationError(f"origin: there is no site {origin!r}; there are: {', '.join(self.frontiers)}")
+        if name not in frontiers.predicates() and name in self._texts:
+            frontiers.register(name, self._texts[name])
+        return frontiers
+
+    def compile(self, text: str) -> Predicate:
+        """A predicate for this site's stream."""
+        with self.lock:
+            return compile_predicate(text, self._sites(self.me))
+
+    def add_ack(self, ack: str) -> None:
+        """Makes an ack type known to predicates."""
+        with self.lock:
+            if ack not in self._acks:
+                self._acks.append(ack)
+                for origin, frontiers in self.frontiers.items():
+                    frontiers.set_sites(self._sites(origin))
+
+    # Counters.
+
+    def raise_own(self, origin: str, ack: str, seq: int) -> None:
+        """This site has done something with all messages of a stream up to this one."""
+        with self.lock:
+            if seq <= self._own.get((origin, ack), 0):
+                return
+            self._own[origin, ack] = seq
+            for outbox in self.outboxes.values():
+                outbox.post(origin, ack, seq)
+            if ack != TRUNCATED:
+                self._tell(origin, self.frontiers[origin].raise_to(Counter(self.me, ack), seq))
+
+    def own(self) -> dict[tuple[str, str], int]:
+        """All counters of this site."""
+        with self.lock:
+            return dict(self._own)
+
+    def hear(self, site: str, counters: dict[tuple[str, str], int], *, all_of_them: bool) -> None:
+        """Takes another site's counters; ``all_of_them``: what is lower than before, it has lost."""
+        with self.lock:
+            for (origin, ack), seq in counters.items():
+                if origin not in self.frontiers:
+                    continue
+                if ack == TRUNCATED:
+                    if site == origin:
+                        self.forget(origin, seq)
+                    continue
+                counter = Counter(site, ack)
+                frontiers = self.frontiers[origin]
+                before = frontiers.counter(counter)
+                if seq > before:
+                    self._tell(origin, frontiers.raise_to(counter, seq))
+                elif seq < before and all_of_them:
+                    _logger.warning(
+                        "%s had %s messages of %s up to %d, and now only up to %d", site, ack, origin, before, seq
+                    )
+                    frontiers.lower_to(counter, seq)
+            if all_of_them:
+                self.heard[site] = True
+                self._moved.notify_all()
+
+    def wait_heard(self, enough: Callable[[set[str]], bool], timeout_s: float) -> bool:
+        """Waits until the counters of enough sites are known, this one's among them."""
+        with self.lock:
+            return self._moved.wait_for(
+                lambda: self.closing.is_set() or enough({self.me, *(s for s, heard in self.heard.items() if heard)}),
+                timeout_s,
+            )
+
+    def _tell(self, origin: str, names: list[str]) -> None:
+        for name in names:
+            self._queue[origin, name] = None
+        if names:
+            self._moved.notify_all()
+
+    # Monitors: one thread tells them all.
+
+    def monitor(self, origin: str, name: str, callback: Callable[[int], None]) -> Callable[[], None]:
+        """Has the callback told of each move of a frontier; returns what ends this."""
+        with self.lock:
+            self.frontiers_of(origin, name).predicate(name)
+            callbacks = self._monitors.setdefault((origin, name), [])
+            callbacks.append(callback)
+
+        def stop() -> None:
+            with self.lock, contextlib.suppress(ValueError):
+                callbacks.remove(callback)
+
+        return stop
+
+    def tell_monitors(self) -> None:
+        """The loop of the thread that calls the monitors."""
+        while True:
+            with self.lock:
+                self._moved.wait_for(lambda: bool(self._queue) or self.closing.is_set())
+                if self.closing.is_set():
+                    return
+                moved, self._queue = self._queue, {}
+                calls = []
+                for origin, name in moved:
+                    frontier = self.frontiers[origin].frontier(name)
+                    if name == _TRUNCATE:
+                        self.forget(origin, frontier)
+                    calls += [(callback, frontier) for callback in self._monitors.get((origin, name), [])]
+            for callback, frontier in calls:
+                callback(frontier)
+
+    # The disk: one thread brings what came to it.
+
+    def forget(self, origin: str, seq: int) -> None:
+        """Lets messages up to this one be dropped from the log of a stream, here and, for our own, everywhere."""
+        with self.lock:
+            if seq <= self._floors.get(origin, 0):
+                return
+            self._floors[origin] = seq
+            if origin == self.me:
+                self.raise_own(origin, TRUNCATED, seq)
+        self.work.set()
+
+    @contextlib.contextmanager
+    def reading(self, origin: str, place: list[int]) -> Iterator[None]:
+        """While this lasts, nothing from ``place[0] + 1`` on is dropped from a log."""
+        with self.lock:
+            self._readers[origin] = [*self._readers[origin], place]
+        try:
+            yield
+        finally:
+            with self.lock:
+                self._readers[origin] = [p for p in self._readers[origin] if p is not place]
+
+    def keep(self) -> None:
+        """The loop of the thread that syncs, verifies and truncates the logs."""
+        while not self.closing.is_set():
+            self.work.wait(1.0)
+            self.work.clear()
+            for origin, log in self.logs.items():
+                self._keep(origin, log)
+
+    def _keep(self, origin: str, log: StreamLog) -> None:
+        durable = self._durable[origin]
+        if log.tail.seq > self._own.get((origin, PERSISTED), 0):
+            place = log.sync()
+            self.raise_own(origin, PERSISTED, place.seq)
+            if not log.verify(durable, place):
+                raise StoreError(f"messages {durable.seq + 1} to {place.seq} of {origin} differ from what was written")
+            self.raise_own(origin, VERIFIED, place.seq)
+            self._durable[origin] = place
+        with self.lock:
+            floor = min([self._floors.get(origin, 0), *(place[0] for place in self._readers[origin])])
+        if floor:
+            log.truncate(floor + 1)
+
+    # The end.
+
+    def check(self) -> None:
+        """Raises what ended this node, if something did."""
+        if self.fault is not None:
+            raise ReplicationError(f"site {self.me} stopped: {self.fault}") from self.fault
+        if self.closing.is_set():
+            raise ClosedError(f"site {self.me} is closed")
+
+    def fail(self, error: BaseException) -> None:
+        """Stops the node for a reason that the next call is told."""
+        with self.lock:
+            self.fault = self.fault or error
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends all waits."""
+        self.closing.set()
+        self.work.set()
+        for outbox in self.outboxes.values():
+            outbox.close()
+        with self.lock:
+            self._moved.notify_all()
+            error = ClosedError(f"site {self.me} was closed while a message was waited for")
+            for frontiers in self.frontiers.values():
+                frontiers.fail_waiters(self.fault if isinstance(self.fault, Exception) else error)
+        for log in self.logs.values():
+            with log.changed:
+                log.changed.notify_all()
+
+    def close(self) -> None:
+        """Closes the files, once the threads have ended."""
+        self._close_files()
+
+    def _close_files(self) -> None:
+        for log in self.logs.values():
+            log.close()
+        if self._store_lock >= 0:
+            os.close(self._store_lock)
+            self._store_lock = -1
+
+
+def _locked(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise StoreError(f"{path.parent} is in use by another process; each site needs a store of its own") from None
+    return fd

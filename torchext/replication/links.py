@@ -1,0 +1,368 @@
+"""Connections between sites: each site sends its stream to, and its counters to, every other over two of its own.
+
+A link is a thread that connects, finds out where the other side is, sends from there and begins again when the
+connection goes. What is accepted is served by a thread each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torchext.replication import handshake
+from torchext.replication.core import RECEIVED, Core
+from torchext.replication.errors import ReplicationError, StoreError, StoreFullError
+from torchext.replication.log import Cursor, FrameError, Place, StreamLog
+from torchext.replication.predicates import Counter
+
+_FRAME = struct.Struct("<IB")  # length of what follows, type
+_ITEM = struct.Struct("<HHQ")  # number of the origin, number of the ack type, sequence number
+_NAMES, _ALL, _NEWS = 1, 2, 3
+_MAX_CONTROL_BYTES = 1 << 20
+_SEND_BYTES = 1 << 20  # per system call
+
+_logger = logging.getLogger(__name__)
+
+
+class Link:
+    """The outgoing connection of one kind to one site; `run` is the loop of its thread."""
+
+    def __init__(self, core: Core, site: str, hello: dict[str, str], serve: Callable[[Link, dict[str, Any]], None]):
+        self.core = core
+        self.site = site
+        self.purpose = hello["purpose"]
+        self.sock: socket.socket | None = None  # guarded by _lock, as far as others close it
+        self.state = "connecting"
+        self.sent_bytes = 0
+        self.wake = threading.Event()  # cuts the pause before the next attempt short
+        self._hello = hello
+        self._serve = serve
+        self._lock = threading.Lock()
+
+    def run(self) -> None:
+        """Connects and serves until the node closes."""
+        pause_s = 0.02
+        while not self.core.closing.is_set():
+            begun = time.monotonic()
+            try:
+                sock, reply = handshake.connect(self.core.config, self.core.me, self.site, self._hello)
+                with self._lock:
+                    self.sock = sock
+                self.state = "connected"
+                self._serve(self, reply)
+            except (OSError, ReplicationError) as error:
+                if self.state == "connected" and time.monotonic() - begun > 1:
+                    pause_s = 0.02
+                self.state = str(error)
+                _logger.debug("%s to %s: %s", self.purpose, self.site, error)
+            finally:
+                with self._lock:
+                    if self.sock is not None:
+                        self.sock.close()
+                    self.sock = None
+            if self.core.closing.is_set():
+                return
+            if self.wake.wait(pause_s):
+                self.wake.clear()
+            pause_s = min(2 * pause_s, 2.0)
+
+    def kick(self) -> None:
+        """Has the connection made anew."""
+        with self._lock:
+            if self.sock is not None:
+                _hang_up(self.sock)
+        self.wake.set()
+
+
+def send_stream(origin: str) -> Callable[[Link, dict[str, Any]], None]:
+    """What a data link does: sends the log of this stream from where the other side is, and what is added to it."""
+
+    def serve(link: Link, reply: dict[str, Any]) -> None:
+        core, sock = link.core, link.sock
+        assert sock is not None
+        log = core.logs[origin]
+        place = Place(*(int(n) for n in reply["place"]))
+        with _cursor(core, log, origin, link.site, place) as cursor:
+            handshake.send_json(sock, {"begin": cursor.place})
+            while not core.closing.is_set():
+                region = cursor.region()
+                if region is None:
+                    log.wait_beyond(cursor.place, 1.0)
+                    if link.sock is None:
+                        return
+                    _raise_if_gone(sock)
+                    continue
+                at, end = region
+                while at < end:
+                    count = _send(sock, cursor, at, min(_SEND_BYTES, end - at))
+                    at += count
+                    link.sent_bytes += count
+                cursor.skip(at)
+
+    return serve
+
+
+@contextmanager
+def _cursor(core: Core, log: StreamLog, origin: str, site: str, place: Place) -> Iterator[Cursor]:
+    tail, first = log.tail, log.first
+    if place[:2] > tail[:2]:
+        raise StoreError(f"{site} has more of {origin}'s messages (up to {place.seq}) than there are here ({tail.seq})")
+    begin: tuple[int, int] = place[:2]
+    if place == (0, 0, 0) and first.seq:
+        begin = (first.seq + (first.offset > 0), 0)
+    with Cursor(log, begin) as cursor:
+        if begin == place[:2] and cursor.place.checksum != place.checksum:
+            core.trouble[f"{origin} at {site}"] = (
+                f"{site} holds other messages than {core.me} under the same numbers, up to {place.seq}; remove the "
+                "store of the one that is wrong"
+            )
+            raise StoreError(core.trouble[f"{origin} at {site}"])
+        core.trouble.pop(f"{origin} at {site}", None)
+        yield cursor
+
+
+def _send(sock: socket.socket, cursor: Cursor, at: int, size: int) -> int:
+    if isinstance(sock, ssl.SSLSocket):
+        assert cursor.map is not None
+        with memoryview(cursor.map) as view:
+            sock.sendall(view[at : at + size])
+        return size
+    count = os.sendfile(sock.fileno(), cursor.fd, at, size)
+    if not count:
+        raise StoreError("the log's file is shorter than it was")
+    return count
+
+
+def send_counters(link: Link, reply: dict[str, Any]) -> None:
+    """What a control link does: sends all counters of this site, then what changes, and a sign of life in between."""
+    core, sock = link.core, link.sock
+    assert sock is not None
+    names: dict[str, int] = {}
+
+    def frame(kind: int, counters: dict[tuple[str, str], int]) -> bytes:
+        before = len(names)
+        items = b"".join(
+            _ITEM.pack(names.setdefault(origin, len(names)), names.setdefault("." + ack, len(names)), seq)
+            for (origin, ack), seq in counters.items()
+        )
+        data = b""
+        if len(names) > before:
+            listing = json.dumps(list(names)).encode()
+            data = _FRAME.pack(len(listing), _NAMES) + listing
+        return data + _FRAME.pack(len(items), kind) + items
+
+    core.outboxes[link.site].take(0)
+    sock.sendall(frame(_ALL, core.own()))
+    while not core.closing.is_set():
+        news = core.outboxes[link.site].take(core.config.dead_after_s / 4)
+        _raise_if_gone(sock)
+        sock.sendall(frame(_NEWS, news))
+
+
+class Incoming:
+    """Who is connected to this site, one connection of each kind; a newer one takes the place of the older."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots: dict[tuple[str, str, str], tuple[threading.Lock, list[socket.socket]]] = {}
+
+    @contextmanager
+    def only(self, key: tuple[str, str, str], sock: socket.socket) -> Iterator[None]:
+        """Hangs up the older connection of this kind, and begins once its thread has let go."""
+        with self._lock:
+            busy, socks = self._slots.setdefault(key, (threading.Lock(), []))
+            for other in socks:
+                _hang_up(other)
+            socks.append(sock)
+        try:
+            if not busy.acquire(timeout=handshake.TIMEOUT_S):
+                raise ReplicationError("an older connection of this kind does not end")
+            try:
+                yield
+            finally:
+                busy.release()
+        finally:
+            with self._lock:
+                socks.remove(sock)
+
+    def hang_up(self) -> None:
+        """Ends all of them."""
+        with self._lock:
+            for _, socks in self._slots.values():
+                for sock in socks:
+                    _hang_up(sock)
+
+
+def receive_stream(core: Core, sock: socket.socket, site: str, origin: str) -> None:
+    """Takes messages into the log of a stream until the connection ends.
+
+    Raises:
+        OSError: It ended by a failure.
+        FrameError: What came is not what has to follow.
+    """
+    if origin not in (site, core.me) or origin not in core.logs:
+        handshake.refuse(sock, f"{site} does not send the messages of {origin!r} to {core.me}")
+        return
+    log = core.logs[origin]
+    if not log.writing.acquire(timeout=handshake.TIMEOUT_S):
+        handshake.refuse(sock, f"{core.me} is writing the messages of {origin}")
+        return
+    try:
+        log.begin_receiving()
+        handshake.send_json(sock, {"place": log.tail})
+        begin = handshake.receive_json(sock, time.monotonic() + handshake.TIMEOUT_S).get("begin")
+        sock.settimeout(None)
+        if not isinstance(begin, list) or len(begin) != 3 or not all(isinstance(n, int) for n in begin):
+            raise FrameError(f"expected where the stream begins, got {begin!r}")
+        if tuple(begin) != log.tail:
+            log.begin_at(Place(*begin))
+        before = log.tail.seq
+        while not core.closing.is_set():
+            try:
+                count = log.receive(sock.recv_into)
+                core.trouble.pop(f"store of {origin}", None)
+            except StoreFullError as error:
+                # The sender waits, as it does for a slow link, until there is room again.
+                core.trouble[f"store of {origin}"] = str(error)
+                core.closing.wait(0.2)
+                _raise_if_gone(sock)
+                continue
+            if not count:
+                return
+            if log.tail.seq > before:
+                before = log.tail.seq
+                core.raise_own(origin, RECEIVED, before)
+                core.work.set()
+    finally:
+        log.writing.release()
+
+
+def receive_counters(core: Core, sock: socket.socket, site: str, links: Callable[[str], list[Link]]) -> None:
+    """Takes another site's counters until the connection ends.
+
+    Raises:
+        OSError: It ended, or was silent for too long.
+        FrameError: What came is no frame of counters.
+    """
+    handshake.send_json(sock, {})
+    sock.settimeout(core.config.dead_after_s)
+    names: list[str] = []
+    for link in links(site):
+        link.wake.set()  # it is there: no reason to wait before the next attempt
+    try:
+        while not core.closing.is_set():
+            length, kind = _FRAME.unpack(_receive(sock, _FRAME.size))
+            if length > _MAX_CONTROL_BYTES:
+                raise FrameError(f"a control frame of {length} bytes")
+            data = _receive(sock, length)
+            if kind == _NAMES:
+                names = _names(data)
+            elif kind in (_ALL, _NEWS):
+                core.hear(site, _counters(data, names), all_of_them=kind == _ALL)
+                if kind == _ALL:
+                    _give_back(core, site)
+            else:
+                raise FrameError(f"a control frame of type {kind}")
+    except TimeoutError:
+        for link in links(site):
+            link.kick()
+        raise
+    finally:
+        with core.lock:
+            core.heard[site] = False
+
+
+def _give_back(core: Core, site: str) -> None:
+    """Sends a site its own messages that it has lost and that are here."""
+    log = core.logs[site]
+    with core.lock:
+        held = core.frontiers[site].counter(Counter(site, RECEIVED))
+    if log.tail.seq <= held:
+        return
+    _logger.warning("%s lost its messages %d to %d; sending them back", site, held + 1, log.tail.seq)
+
+    def serve(link: Link, reply: dict[str, Any]) -> None:
+        sock = link.sock
+        assert sock is not None
+        with _cursor(core, log, site, site, Place(*(int(n) for n in reply["place"]))) as cursor:
+            handshake.send_json(sock, {"begin": cursor.place})
+            while not core.closing.is_set() and (region := cursor.region()) is not None:
+                at, end = region
+                while at < end:
+                    at += _send(sock, cursor, at, min(_SEND_BYTES, end - at))
+                cursor.skip(at)
+
+    def once() -> None:
+        try:
+            sock, reply = handshake.connect(core.config, core.me, site, {"purpose": "data", "stream": site})
+        except (OSError, ReplicationError) as error:
+            _logger.warning("could not give %s its messages back: %s", site, error)
+            return
+        link = Link(core, site, {"purpose": "data"}, serve)
+        link.sock = sock
+        try:
+            serve(link, reply)
+        except (OSError, ReplicationError) as error:
+            _logger.warning("could not give %s its messages back: %s", site, error)
+        finally:
+            sock.close()
+
+    threading.Thread(target=once, name=f"replication-give-back-{site}", daemon=True).start()
+
+
+def _names(data: bytes) -> list[str]:
+    try:
+        names = json.loads(data)
+    except ValueError:
+        names = None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FrameError("a control frame of names that holds something else")
+    return names
+
+
+def _counters(data: bytes, names: list[str]) -> dict[tuple[str, str], int]:
+    if len(data) % _ITEM.size:
+        raise FrameError("a control frame that ends within a counter")
+    counters = {}
+    for origin, ack, seq in _ITEM.iter_unpack(data):
+        if max(origin, ack) >= len(names) or not names[ack].startswith("."):
+            raise FrameError("a counter without a name")
+        counters[names[origin], names[ack][1:]] = seq
+    return counters
+
+
+def _receive(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise ConnectionResetError("the other side hung up")
+        data += piece
+    return data
+
+
+def _raise_if_gone(sock: socket.socket) -> None:
+    """The other side sends nothing here, so something to read means that it hung up."""
+    try:
+        if isinstance(sock, ssl.SSLSocket):
+            return  # shows when something is sent
+        if sock.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
+            raise ConnectionResetError("the other side hung up")
+    except BlockingIOError:
+        pass
+
+
+def _hang_up(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it is gone already

@@ -1,0 +1,561 @@
+"""A site: sends its own messages to all others, keeps theirs, and says what is stable."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from pathlib import Path
+from typing import Any
+
+from torchext.replication import handshake, links, message
+from torchext.replication.config import Config, load_config, parse_address
+from torchext.replication.core import RECEIVED, Core
+from torchext.replication.errors import DivergedError, ReplicationError, StabilityTimeoutError, StoreFullError
+from torchext.replication.log import Cursor
+from torchext.replication.message import Message
+from torchext.replication.predicates import ACKS, Counter
+
+_MAX_STRANGERS = 32  # connections that have not yet proved who they are
+
+_logger = logging.getLogger(__name__)
+
+
+class Node:
+    """One site of a replicated system; safe to use from several threads.
+
+    It connects to the other sites by itself, again and again, and receives what they send whether or not somebody
+    reads it. ``$MYSITE`` in a predicate is the site whose messages are judged, so one predicate means the same
+    wherever it is evaluated.
+
+    Example::
+
+        with Node("site.toml", me="paris") as node:
+            node.register_predicate("safe", "KTH_MIN(2, $ALLSITES - $MYSITE).persisted")
+            seq = node.send(b"state")
+            node.waitfor(seq, "safe", timeout=30)
+
+    Args:
+        config: Path of a file, or a dictionary; see `load_config`.
+        me: Name of this site.
+
+    Raises:
+        ConfigError: The description of the sites is wrong, or ``me`` is not in it.
+        PredicateError: One of its predicates is.
+        StoreError: This site's log is damaged, or in use by another process.
+        OSError: It cannot listen at its address.
+        ImportError: The native core is missing.
+
+    Source: "Stabilizer: Geo-Replication with User-defined Consistency" (ICDCS 2022). There, a frontier can go back when
+    a predicate is changed to a stronger one; here, what was once said to be stable stays so.
+    """
+
+    def __init__(self, config: str | Path | Mapping[str, Any] | Config, *, me: str) -> None:
+        self._config = config if isinstance(config, Config) else load_config(config)
+        self._core = Core(self._config, me)
+        self.me = me
+        self._incoming = links.Incoming()
+        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
+        self._served: set[threading.Thread] = set()  # guarded by _lock
+        self._lock = threading.Lock()
+        self._links: list[links.Link] = []
+        self._threads: list[threading.Thread] = []
+        site = self._config.sites[me]
+        try:
+            self._listener = _listen(site.listen or site.address)
+        except BaseException:
+            self._core.close()
+            raise
+        for other in self._core.outboxes:
+            data: dict[str, str] = {"purpose": "data", "stream": me}
+            self._links.append(links.Link(self._core, other, data, links.send_stream(me)))
+            self._links.append(links.Link(self._core, other, {"purpose": "control"}, links.send_counters))
+        self._start("accept", self._accept)
+        self._start("keep", self._core.keep)
+        self._start("monitors", self._core.tell_monitors)
+        self._start("watch", self._watch)
+        for link in self._links:
+            self._start(f"to-{link.site}", link.run)
+
+    # Sending.
+
+    def send(self, data: Any, *, timeout: float | None = None) -> int:
+        """Hands a message to all sites; returns once it is in this site's own log, not yet on the disk.
+
+        Args:
+            data: Bytes or any buffer, which may be changed after the call; the path of a file; or a tree of tensors,
+                which takes ``torch.save``.
+            timeout: How long to wait for room, in seconds, where the configuration bounds this site's log. None waits
+                for as long as it takes.
+
+        Returns:
+            The number of the message: 1, 2, 3, ...
+
+        Raises:
+            StoreFullError: The disk is full, or there was no room in time; the message names the sites that hold back
+                the truncation. Nothing was sent.
+            DivergedError: Another site holds more of this site's messages than it does itself: its store is not the one
+                it had. They are being sent back; try again.
+        """
+        self._core.check()
+        if isinstance(data, (str, os.PathLike)):
+            with open(data, "rb") as file:
+                status = os.fstat(file.fileno())
+                if not stat.S_ISREG(status.st_mode):
+                    raise ReplicationError(f"data: {os.fspath(data)!r} is no regular file")
+                return self._append(file.fileno(), status.st_size, message.FILE, timeout)
+        kind, view = message.encode(data)
+        return self._append(view, len(view), kind, timeout)
+
+    def _append(self, source: bytes | memoryview | int, size: int, kind: int, timeout: float | None) -> int:
+        log = self._core.logs[self.me]
+        deadline = None if timeout is None else time.monotonic() + timeout
+        limit = self._config.max_log_bytes
+        while True:
+            with log.writing:
+                self._core.check()
+                self._check_not_behind(log.tail.seq)
+                if not limit or log.size_bytes + size <= limit or log.first.seq == log.tail.seq:
+                    log.abort_partial()
+                    seq = log.append(source, size, kind)
+                    self._core.raise_own(self.me, RECEIVED, seq)
+                    self._core.work.set()
+                    return seq
+            with log.changed:
+                left = None if deadline is None else deadline - time.monotonic()
+                if left is not None and left <= 0:
+                    raise StoreFullError(
+                        f"the log of {self.me} takes {log.size_bytes} of max_log_bytes = {limit}, and {size} more did "
+                        f"not find room within {timeout:g} s; {self._holding_back()}"
+                    )
+                log.changed.wait(min(0.5, left) if left is not None else 0.5)
+
+    def _check_not_behind(self, seq: int) -> None:
+        with self._core.lock:
+            frontiers = self._core.frontiers[self.me]
+            ahead = {s: n for s in self._core.outboxes if (n := frontiers.counter(Counter(s, RECEIVED))) > seq}
+        if ahead:
+            site, held = max(ahead.items(), key=lambda item: item[1])
+            raise DivergedError(
+                f"{site} holds messages of {self.me} up to {held}, but {self.me} itself only up to {seq}: its store is "
+                f"not the one it had. If they have one history, {site} sends them back; wait and try again"
+            )
+
+    def _holding_back(self) -> str:
+        if not self._config.truncate:
+            return "nothing is dropped from it, as no truncate is configured; call truncate()"
+        with self._core.lock:
+            frontiers = self._core.frontiers[self.me]
+            behind = frontiers.behind(self._core.logs[self.me].tail.seq, "(truncate)")
+        words = ", ".join(f"{c.site} ({c.ack} up to {n})" for c, n in behind.items())
+        return f"it is truncated behind {self._config.truncate}, held back by {words}"
+
+    # Stability.
+
+    def register_predicate(self, name: str, predicate: str) -> None:
+        """Gives a predicate a name.
+
+        Raises:
+            PredicateError: It is refused; points at the column.
+            ReplicationError: The name is taken.
+        """
+        self._core.check()
+        self._core.register(name, predicate)
+
+    def change_predicate(self, name: str, predicate: str) -> None:
+        """Has the name stand for another predicate from now on.
+
+        Whoever waits keeps waiting under the one that they came with. The frontier does not go back: under a stronger
+        predicate it stays where it is until the new one has come up to it.
+
+        Raises:
+            PredicateError: It is refused; the old one stays.
+        """
+        self._core.check()
+        self._core.change(name, predicate)
+
+    def predicates(self) -> dict[str, str]:
+        """All predicates, by name."""
+        with self._core.lock:
+            found = self._core.frontiers[self.me].predicates()
+        return {name: text for name, text in found.items() if not name.startswith("(")}
+
+    def get_stability_frontier(self, predicate: str, *, origin: str | None = None) -> int:
+        """All messages up to this number are stable under the predicate; 0 if none.
+
+        Args:
+            predicate: Its name.
+            origin: Whose messages; None means this site's own.
+        """
+        self._core.check()
+        origin = self.me if origin is None else origin
+        with self._core.lock:
+            return self._core.frontiers_of(origin, predicate).frontier(predicate)
+
+    def monitor_stability_frontier(
+        self, predicate: str, callback: Callable[[int], None], *, origin: str | None = None
+    ) -> Callable[[], None]:
+        """Has ``callback(frontier)`` called when the frontier has moved; several moves may be told as one.
+
+        It is called in the node's own thread, which other callbacks wait for. What it raises stops the node and is
+        raised by the next call.
+
+        Returns:
+            A function that ends this.
+        """
+        self._core.check()
+        return self._core.monitor(self.me if origin is None else origin, predicate, callback)
+
+    def waitfor(self, seq: int, predicate: str, timeout: float | None = None, *, origin: str | None = None) -> int:
+        """Waits until a message is stable under the predicate as it is at the call.
+
+        Args:
+            seq: What `send` returned.
+            predicate: Name of a predicate.
+            timeout: In seconds; None waits for as long as it takes.
+            origin: Whose message; None means this site's own.
+
+        Returns:
+            The frontier, at least ``seq``.
+
+        Raises:
+            StabilityTimeoutError: It was not in time; names the sites that are missing and how far behind they are.
+            ReplicationError: There is no such predicate.
+            ClosedError: The node was closed in the meantime.
+        """
+        origin = self.me if origin is None else origin
+        future = self._wait(seq, predicate, origin)
+        try:
+            return future.result(timeout)
+        except FutureTimeoutError as error:
+            if future.done():
+                raise
+            raise self._too_late(seq, predicate, timeout, origin, future) from error
+
+    async def waitfor_async(
+        self, seq: int, predicate: str, timeout: float | None = None, *, origin: str | None = None
+    ) -> int:
+        """`waitfor`, to be awaited."""
+        origin = self.me if origin is None else origin
+        future = self._wait(seq, predicate, origin)
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout)
+        except asyncio.TimeoutError as error:
+            if future.done():
+                raise
+            raise self._too_late(seq, predicate, timeout, origin, future) from error
+
+    def _wait(self, seq: int, predicate: str, origin: str) -> Future[int]:
+        self._core.check()
+        if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
+            raise ReplicationError(f"seq: expected the number of a message, from 1, got {seq!r}")
+        with self._core.lock:
+            return self._core.frontiers_of(origin, predicate).wait(seq, predicate)
+
+    def _too_late(
+        self, seq: int, predicate: str, timeout: float | None, origin: str, future: Future[int]
+    ) -> StabilityTimeoutError:
+        with self._core.lock:
+            frontiers = self._core.frontiers[origin]
+            frontiers.abandon(future)
+            behind = frontiers.behind(seq, predicate)
+            text, reached = frontiers.predicate(predicate).text, frontiers.frontier(predicate)
+            absent = {site for site, heard in self._core.heard.items() if not heard}
+        words = [
+            f"{c.site}.{c.ack} is at {n}, {seq - n} behind{' (not connected)' if c.site in absent else ''}"
+            for c, n in behind.items()
+        ]
+        return StabilityTimeoutError(
+            f"message {seq} of {origin} did not become stable under {predicate!r} = {text} within {timeout:g} s; "
+            f"stable up to {reached}. {'; '.join(words)}",
+            list(dict.fromkeys(c.site for c in behind)),
+        )
+
+    def register_ack(self, ack: str) -> None:
+        """Makes an ack type of one's own known to this site's predicates."""
+        if not ack.isidentifier() or ack == "truncated":
+            raise ReplicationError(f"ack: expected a name made of letters, digits and '_', got {ack!r}")
+        self._core.check()
+        self._core.add_ack(ack)
+
+    def ack(self, origin: str, seq: int, ack: str) -> None:
+        """Tells all sites that this one has done something with an origin's messages up to this one.
+
+        Args:
+            origin: Whose messages.
+            seq: The last of them. A lower one than before is no news.
+            ack: What: an ack type of one's own; received, persisted and verified are told by the node itself.
+        """
+        self._core.check()
+        if ack in ACKS:
+            raise ReplicationError(f"ack: {ack!r} is told by the node itself")
+        if origin not in self._core.logs:
+            raise ReplicationError(f"origin: there is no site {origin!r}; there are: {', '.join(self._core.logs)}")
+        if not 0 < seq <= self._core.logs[origin].tail.seq:
+            raise ReplicationError(f"seq: message {seq} of {origin} is not here (the last is {self.last(origin)})")
+        self._core.add_ack(ack)
+        self._core.raise_own(origin, ack, seq)
+
+    # Receiving.
+
+    def last(self, origin: str) -> int:
+        """Number of the last message of a site that is here; 0 if none."""
+        return self._core.logs[origin].tail.seq
+
+    def first(self, origin: str) -> int:
+        """Number of the first message of a site that is still in the log."""
+        place = self._core.logs[origin].first
+        return place.seq + 1 + (place.offset > 0)
+
+    def receive(
+        self, origin: str, *, after: int = 0, timeout: float | None = None, predicate: str | None = None
+    ) -> Iterator[Message]:
+        """Goes through the messages of a site in their order, those that are here and those that come.
+
+        While it is in use, what it has not reached yet is not dropped from the log.
+
+        Args:
+            origin: Whose; this site's own can be read too.
+            after: Number of the message to begin after.
+            timeout: Ends once nothing came for so many seconds; 0 gives what is here. None waits until the node is
+                closed, which ends it too.
+            predicate: Give each message only once it is stable under this one.
+
+        Raises:
+            StoreError: What follows ``after`` was dropped already.
+        """
+        log = self._core.logs.get(origin)
+        if log is None:
+            raise ReplicationError(f"origin: there is no site {origin!r}; there are: {', '.join(self._core.logs)}")
+        place = [after]
+        with self._core.reading(origin, place):
+            while log.tail.seq < after:  # not here yet
+                if not log.wait_beyond(log.tail, 0.5 if timeout is None else timeout) and timeout is not None:
+                    return
+                if self._core.closing.is_set():
+                    return
+            with Cursor(log, (after, 0)) as cursor:
+                while True:
+                    found = cursor.message()
+                    if found is None:
+                        if not self._wait_beyond(cursor, timeout):
+                            return
+                        continue
+                    seq, kind, given_up, parts = found
+                    if not given_up:
+                        if predicate is not None:
+                            self.waitfor(seq, predicate, origin=origin)
+                        yield Message(origin, seq, kind, parts)
+                    place[0] = seq
+
+    def _wait_beyond(self, cursor: Cursor, timeout: float | None) -> bool:
+        log, seq = cursor.log, cursor.place.seq
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with log.changed:
+            while log.tail.seq <= seq:
+                left = None if deadline is None else deadline - time.monotonic()
+                if self._core.closing.is_set() or (left is not None and left <= 0):
+                    return False
+                log.changed.wait(left)
+        return not self._core.closing.is_set()
+
+    def truncate(self, seq: int) -> None:
+        """Lets all sites forget this site's messages up to this one; whole log files go, as they become free of others.
+
+        A site that is added later gets what is left.
+        """
+        self._core.check()
+        self._core.forget(self.me, min(seq, self.last(self.me)))
+
+    # The node itself.
+
+    def status(self) -> dict[str, Any]:
+        """Counters, frontiers and connections, as plain values for JSON."""
+        core = self._core
+        with core.lock:
+            acks = [*ACKS, *sorted({ack for _, ack in core.own()} - {*ACKS, "truncated"})]
+            counters = {
+                origin: {
+                    site: {ack: frontiers.counter(Counter(site, ack)) for ack in acks} for site in self._config.sites
+                }
+                for origin, frontiers in core.frontiers.items()
+            }
+            own = core.frontiers[self.me]
+            predicates = {
+                name: {"predicate": text, "frontier": own.frontier(name)} for name, text in self.predicates().items()
+            }
+            heard = dict(core.heard)
+        connections = {
+            link.site: {"control": "", "data": "", "sent_bytes": 0, "heard": heard[link.site]} for link in self._links
+        }
+        for link in self._links:
+            connections[link.site][link.purpose] = link.state
+            connections[link.site]["sent_bytes"] += link.sent_bytes
+        return {
+            "me": self.me,
+            "sites": {name: {"zone": s.zone, "address": s.address} for name, s in self._config.sites.items()},
+            "counters": counters,
+            "predicates": predicates,
+            "connections": connections,
+            "trouble": dict(core.trouble),
+            "log_bytes": {origin: log.size_bytes for origin, log in core.logs.items()},
+        }
+
+    def wait_heard(self, predicate: str, timeout: float) -> set[str]:
+        """Waits until the sites whose counters are known satisfy a predicate, as the dual of another; returns them.
+
+        Whoever wants to see everything that was stable under a predicate must have heard its `dual` before they look
+        at the frontier.
+
+        Args:
+            predicate: In full, not its name.
+            timeout: In seconds.
+
+        Raises:
+            StabilityTimeoutError: Too few were heard from in time.
+        """
+        self._core.check()
+        wanted = self._core.compile(predicate)
+        if not self._core.wait_heard(wanted.satisfied_by, timeout):
+            with self._core.lock:
+                absent = [site for site, heard in self._core.heard.items() if not heard]
+            raise StabilityTimeoutError(
+                f"the sites that {self.me} has heard from do not satisfy {predicate} after {timeout:g} s; missing: "
+                f"{', '.join(absent)}",
+                absent,
+            )
+        self._core.check()
+        with self._core.lock:
+            return {self.me, *(site for site, heard in self._core.heard.items() if heard)}
+
+    def close(self) -> None:
+        """Hangs up, ends all threads and waits, closes the log. What was sent is kept and goes on when it opens again."""
+        self._core.stop()
+        _shut(self._listener)
+        for link in self._links:
+            link.kick()
+        while True:
+            self._incoming.hang_up()
+            with self._lock:
+                running = [t for t in (*self._threads, *self._served) if t is not threading.current_thread()]
+            alive = [t for t in running if t.is_alive()]
+            if not alive:
+                break
+            for link in self._links:
+                link.kick()
+            alive[0].join(0.1)
+        self._listener.close()
+        self._core.close()
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Threads.
+
+    def _start(self, name: str, loop: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                loop()
+            except BaseException as error:
+                _logger.error("site %s stops: %s", self.me, error)
+                self._core.fail(error)
+
+        thread = threading.Thread(target=run, name=f"replication-{self.me}-{name}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _accept(self) -> None:
+        while not self._core.closing.is_set():
+            try:
+                sock, peer = self._listener.accept()
+            except OSError:
+                if self._core.closing.is_set():
+                    return
+                self._core.closing.wait(0.1)  # such as too many open files
+                continue
+            if not self._strangers.acquire(blocking=False):
+                sock.close()
+                continue
+            thread = threading.Thread(
+                target=self._serve, args=(sock, peer), name=f"replication-{self.me}-from", daemon=True
+            )
+            with self._lock:
+                self._served.add(thread)
+            thread.start()
+
+    def _serve(self, sock: socket.socket, peer: object) -> None:
+        core = self._core
+        known = False
+        try:
+            sock, hello = handshake.accept(self._config, self.me, sock)
+            self._strangers.release()
+            known = True
+            site, purpose, stream = (str(hello.get(key)) for key in ("site", "purpose", "stream"))
+            if purpose == "status":
+                handshake.send_json(sock, self.status())
+            elif purpose in ("data", "control") and site != self.me:
+                with self._incoming.only((purpose, site, stream), sock):
+                    if purpose == "data":
+                        links.receive_stream(core, sock, site, stream)
+                    else:
+                        links.receive_counters(core, sock, site, self._links_to)
+            else:
+                handshake.refuse(sock, f"{self.me} does not serve {purpose!r} to {site}")
+        except (OSError, ReplicationError) as error:
+            if not core.closing.is_set():
+                _logger.debug("site %s: connection from %s: %s", self.me, peer, error)
+        except BaseException as error:
+            core.fail(error)
+            raise
+        finally:
+            if not known:
+                self._strangers.release()
+            sock.close()
+            with self._lock:
+                self._served.discard(threading.current_thread())
+
+    def _links_to(self, site: str) -> list[links.Link]:
+        return [link for link in self._links if link.site == site]
+
+    def _watch(self) -> None:
+        """Makes data connections anew that swallow what is sent and do not deliver it."""
+        dead_after_s = self._config.dead_after_s
+        progress: dict[links.Link, tuple[tuple[int, int], float]] = {}
+        while not self._core.closing.wait(dead_after_s / 4):
+            now = time.monotonic()
+            for link in self._links:
+                if link.purpose != "data":
+                    continue
+                with self._core.lock:
+                    held = self._core.frontiers[self.me].counter(Counter(link.site, RECEIVED))
+                seen = link.sent_bytes, held
+                before, since = progress.get(link, (None, now))
+                if seen != before or held >= self.last(self.me) or link.state != "connected":
+                    progress[link] = seen, now
+                elif now - since > dead_after_s:
+                    _logger.warning("site %s: %s takes data but acknowledges none; connecting anew", self.me, link.site)
+                    link.kick()
+                    progress[link] = seen, now
+
+
+def _listen(address: str) -> socket.socket:
+    host, port = parse_address(address)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=64)
+
+
+def _shut(listener: socket.socket) -> None:
+    try:
+        listener.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # not on every system; the accept below then ends with the next connection
