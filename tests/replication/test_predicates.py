@@ -24,7 +24,7 @@ def brute(value: Order | Counter, counters: Mapping[Counter, int]) -> int:
     return sorted(brute(item, counters) for item in value.values)[value.k - 1]
 
 
-def order(k: int, *values: str | Order, ack: str = "received") -> Order:
+def order(k: int, *values: str | Order | Counter, ack: str = "received") -> Order:
     return Order(k, tuple(Counter(v, ack) if isinstance(v, str) else v for v in values))
 
 

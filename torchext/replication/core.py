@@ -74,7 +74,7 @@ class Core:
         self.trouble: dict[str, str] = {}  # what keeps this site from going on, by what it concerns; for `status`
         self.fault: BaseException | None = None
         self._acks = [*ACKS, *config.acks]
-        self._own: dict[tuple[str, str], int] = {}
+        self._own = {(origin, ack): 0 for origin in config.sites for ack in ACKS}
         self._floors: dict[str, int] = {}
         self._readers: dict[str, list[list[int]]] = {origin: [] for origin in config.sites}
         self._moved = threading.Condition(self.lock)
@@ -100,9 +100,11 @@ class Core:
         except BaseException:
             self._close_files()
             raise
-        self._durable = {origin: log.tail if log.tail.seq == 0 else log.first for origin, log in self.logs.items()}
-        for origin, log in self.logs.items():
-            self.raise_own(origin, RECEIVED, log.tail.seq)
+        # The logs were read and checked just now, and are brought to the disk before anything is claimed of them.
+        self._durable = {origin: log.sync() for origin, log in self.logs.items()}
+        for origin, place in self._durable.items():
+            for ack in ACKS:
+                self.raise_own(origin, ack, place.seq)
         self.work.set()
 
     def _sites(self, origin: str) -> Sites:
@@ -275,7 +277,7 @@ class Core:
         if log.tail.seq > self._own.get((origin, PERSISTED), 0):
             place = log.sync()
             self.raise_own(origin, PERSISTED, place.seq)
-            if not log.verify(durable, place):
+            if not log.verify(max(durable, log.first), place):
                 raise StoreError(f"messages {durable.seq + 1} to {place.seq} of {origin} differ from what was written")
             self.raise_own(origin, VERIFIED, place.seq)
             self._durable[origin] = place

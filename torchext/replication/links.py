@@ -6,16 +6,17 @@ connection goes. What is accepted is served by a thread each.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import select
 import socket
 import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from torchext.replication import handshake
@@ -111,7 +112,7 @@ def send_stream(origin: str) -> Callable[[Link, dict[str, Any]], None]:
     return serve
 
 
-@contextmanager
+@contextlib.contextmanager
 def _cursor(core: Core, log: StreamLog, origin: str, site: str, place: Place) -> Iterator[Cursor]:
     tail, first = log.tail, log.first
     if place[:2] > tail[:2]:
@@ -175,7 +176,7 @@ class Incoming:
         self._lock = threading.Lock()
         self._slots: dict[tuple[str, str, str], tuple[threading.Lock, list[socket.socket]]] = {}
 
-    @contextmanager
+    @contextlib.contextmanager
     def only(self, key: tuple[str, str, str], sock: socket.socket) -> Iterator[None]:
         """Hangs up the older connection of this kind, and begins once its thread has let go."""
         with self._lock:
@@ -227,6 +228,8 @@ def receive_stream(core: Core, sock: socket.socket, site: str, origin: str) -> N
             log.begin_at(Place(*begin))
         before = log.tail.seq
         while not core.closing.is_set():
+            if not _readable(sock, 1.0):  # before the log makes room: a stream that is silent takes none
+                continue
             try:
                 count = log.receive(sock.recv_into)
                 core.trouble.pop(f"store of {origin}", None)
@@ -350,6 +353,14 @@ def _receive(sock: socket.socket, size: int) -> bytes:
     return data
 
 
+def _readable(sock: socket.socket, timeout_s: float) -> bool:
+    if isinstance(sock, ssl.SSLSocket) and sock.pending():
+        return True
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(1000 * timeout_s))
+
+
 def _raise_if_gone(sock: socket.socket) -> None:
     """The other side sends nothing here, so something to read means that it hung up."""
     try:
@@ -362,7 +373,5 @@ def _raise_if_gone(sock: socket.socket) -> None:
 
 
 def _hang_up(sock: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):  # it may be gone already
         sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # it is gone already

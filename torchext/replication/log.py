@@ -244,7 +244,7 @@ class StreamLog:
         with Cursor(self, begin) as cursor:
             while cursor.place[:2] < end[:2]:
                 region = cursor.region()
-                if region is None:
+                if region is None or cursor.map is None:
                     return False
                 _, at, *place = self._native.scan_frames(
                     cursor.map, region[0], region[1], *cursor.place, self._max_message
@@ -271,8 +271,6 @@ class StreamLog:
     def close(self) -> None:
         """Ends all waits and closes the files, which are not synced by this."""
         with self.changed:
-            if self._closed:
-                return
             self._closed = True
             self.changed.notify_all()
             for fd in self._unsynced:
@@ -389,6 +387,7 @@ class StreamLog:
     def _scan(self, segment: _Segment, *, is_last: bool) -> None:
         fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
         size = os.fstat(fd).st_size
+        os.fdatasync(fd)  # of a process that was killed before it did so
         mapped = mmap.mmap(fd, size)
         verdict, segment.end, *place = self._native.scan_frames(mapped, _BEGIN, size, *self.tail, self._max_message)
         segment.tail = self.tail = Place(*place)
@@ -429,25 +428,24 @@ class Cursor:
         self.map: mmap.mmap | None = None
         self._segment: _Segment | None = None
         self._at = _BEGIN
+        seq, offset = place[:2]
         with log.changed:
             segments, tail = list(log._segments), log.tail
-        seq, offset = place[:2]
+            holder = next((s for s in reversed(segments) if s.base[:2] <= (seq, offset)), None)
+            end = holder.end if holder is not None else _BEGIN
         if (seq, offset) > tail[:2]:
             raise StoreError(f"message {seq}, offset {offset} is beyond the log's end, message {tail.seq}")
         if (seq, offset) == tail[:2] and not segments:
             self.place = tail
             return
-        holder = next((s for s in reversed(segments) if s.base[:2] <= (seq, offset)), None)
         if holder is None:
-            raise StoreError(
-                f"the log begins after message {segments[0].base.seq}, so what follows message {seq} is not there"
-            )
-        self._open(holder)
+            begin = segments[0].base.seq if segments else tail.seq
+            raise StoreError(f"the log begins after message {begin}, so what follows message {seq} is not there")
+        mapped = self._open(holder)
         if (seq, offset) == tail[:2]:
-            self._at, self.place = holder.end, tail
+            self._at, self.place = end, tail
             return
-        assert self.map is not None
-        found = log._native.find_frame(self.map, _BEGIN, holder.end, seq + 1, offset, holder.base.checksum)
+        found = log._native.find_frame(mapped, _BEGIN, end, seq + 1, offset, holder.base.checksum)
         if found is None:
             self.close()
             raise StoreError(f"no frame begins after message {seq}, offset {offset}")
@@ -520,7 +518,7 @@ class Cursor:
         while (message := self.message()) is not None:
             yield message
 
-    def _open(self, segment: _Segment) -> None:
+    def _open(self, segment: _Segment) -> mmap.mmap:
         try:
             fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -530,6 +528,7 @@ class Cursor:
         self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
         self._segment = segment
         self._at = _BEGIN
+        return self.map
 
 
 def _base_of(path: Path) -> Place:

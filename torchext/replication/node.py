@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -392,7 +393,7 @@ class Node:
                 name: {"predicate": text, "frontier": own.frontier(name)} for name, text in self.predicates().items()
             }
             heard = dict(core.heard)
-        connections = {
+        connections: dict[str, dict[str, Any]] = {
             link.site: {"control": "", "data": "", "sent_bytes": 0, "heard": heard[link.site]} for link in self._links
         }
         for link in self._links:
@@ -436,7 +437,7 @@ class Node:
             return {self.me, *(site for site, heard in self._core.heard.items() if heard)}
 
     def close(self) -> None:
-        """Hangs up, ends all threads and waits, closes the log. What was sent is kept and goes on when it opens again."""
+        """Hangs up, ends all threads and waits, closes the log; what was sent goes on once the site is back."""
         self._core.stop()
         _shut(self._listener)
         for link in self._links:
@@ -555,7 +556,5 @@ def _listen(address: str) -> socket.socket:
 
 
 def _shut(listener: socket.socket) -> None:
-    try:
+    with contextlib.suppress(OSError):  # not on every system; there, accept ends with the next connection
         listener.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass  # not on every system; the accept below then ends with the next connection

@@ -1,0 +1,285 @@
+"""Several real site processes, and what happens to them: killed, stopped, cut off, full, lied to."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.replication.fuzz import run_schedule
+from tests.replication.sites import Cluster, content
+from torchext.replication.config import load_config
+from torchext.replication.handshake import HandshakeError, connect, receive_json, send_json
+from torchext.replication.log import HEADER
+
+ALL = ["paris", "tokyo", "oregon"]
+EVERYWHERE = "MIN($ALLSITES).persisted"
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> Iterator[Cluster]:
+    with Cluster(tmp_path, ALL, proxied=True) as cluster:
+        for site in cluster.start_all():
+            assert site.answer() == site.pid
+        yield cluster
+
+
+def restart(cluster: Cluster, name: str, **settings: Any) -> None:
+    assert cluster.start(name, **settings).answer() == cluster[name].pid
+
+
+def test_every_site_gets_every_message_once_and_in_order(three: Cluster) -> None:
+    for name in ALL:
+        three[name].call("register", "all", EVERYWHERE)
+        three[name].post("send", 50, 10_000)
+    for name in ALL:
+        assert three[name].answer() == 50
+        three[name].call("waitfor", 50, "all", 30)
+    for name in ALL:
+        assert [three[name].call("held", origin) for origin in ALL] == [50, 50, 50]
+
+
+@pytest.mark.parametrize("victim", ["tokyo", "paris"])
+def test_killed_site_comes_back_and_catches_up(three: Cluster, victim: str) -> None:
+    paris = three["paris"]
+    paris.call("register", "all", EVERYWHERE)
+    paris.post("send", 30, 300_000)  # killed somewhere in here
+    if victim == "tokyo":
+        three["tokyo"].kill()
+        sent = paris.answer()
+        assert sent == 30
+        restart(three, "tokyo")
+    else:
+        paris.kill()
+        restart(three, "paris")
+        three["paris"].call("register", "all", EVERYWHERE)
+        sent = three["paris"].call("send", 1, 1000)
+    three["paris"].call("waitfor", sent, "all", 30)
+    for name in ALL:
+        assert three[name].call("held", "paris") == sent
+
+
+def test_persisted_is_never_claimed_for_what_a_killed_site_lost(three: Cluster) -> None:
+    paris, tokyo = three["paris"], three["tokyo"]
+    paris.call("register", "tokyo", "MIN(tokyo).persisted")
+    for _ in range(3):  # while it writes and syncs
+        paris.post("send", 20, 200_000)
+        claimed = max(paris.answer() - 20, 0)
+        paris.call("waitfor", claimed + 3, "tokyo", 30)
+        tokyo.kill()
+        said = paris.call("frontier", "tokyo")
+        restart(three, "tokyo")
+        tokyo = three["tokyo"]
+        assert tokyo.call("held", "paris") >= said
+
+
+def test_cut_link_resumes_in_the_middle_of_a_message(three: Cluster, tmp_path: Path) -> None:
+    paris = three["paris"]
+    paris.call("register", "all", EVERYWHERE)
+    size = 24 << 20
+    proxy = three.proxies["paris", "tokyo"]
+    proxy.cut_after_bytes = proxy.carried_bytes + (9 << 20)
+    before = proxy.carried_bytes
+    (tmp_path / "file").write_bytes(content("paris", 1, size))
+    assert paris.call("send_file", str(tmp_path / "file")) == 1
+    paris.call("waitfor", 1, "all", 60)
+    assert proxy.carried_bytes - before > size
+    # It was cut, and what had arrived was not sent again, but for what was on its way.
+    assert proxy.carried_bytes - before < size + (8 << 20)
+    assert three["tokyo"].call("held", "paris") == 1
+
+
+def test_half_open_link_is_found_and_made_anew(three: Cluster) -> None:
+    paris = three["paris"]
+    paris.call("register", "all", EVERYWHERE)
+    paris.call("waitfor", paris.call("send", 1, 100), "all", 30)
+    three.proxies["paris", "tokyo"].swallows = True
+    seq = paris.call("send", 5, 100_000)
+    with pytest.raises(RuntimeError, match=r"stable up to 1. tokyo.persisted is at 1, 5 behind"):
+        paris.call("waitfor", seq, "all", 0.5)
+    three.proxies["paris", "tokyo"].swallows = False  # carries again, but what it swallowed is lost
+    paris.call("waitfor", seq, "all", 30)
+    assert three["tokyo"].call("held", "paris") == seq
+
+
+def test_stopped_site_does_not_hold_up_the_others(three: Cluster) -> None:
+    paris, tokyo = three["paris"], three["tokyo"]
+    paris.call("register", "one other", "MAX($ALLSITES - $MYSITE).persisted")
+    paris.call("register", "all", EVERYWHERE)
+    tokyo.signal(signal.SIGSTOP)
+    seq = paris.call("send", 20, 500_000)
+    paris.call("waitfor", seq, "one other", 30)
+    with pytest.raises(RuntimeError, match=r"tokyo.persisted is at 0, 20 behind"):
+        paris.call("waitfor", seq, "all", 0.2)
+    tokyo.signal(signal.SIGCONT)
+    paris.call("waitfor", seq, "all", 30)
+    assert tokyo.call("held", "paris") == seq
+
+
+def test_full_disk_elsewhere_holds_back_only_its_own_acks(three: Cluster) -> None:
+    paris, tokyo = three["paris"], three["tokyo"]
+    paris.call("register", "all", EVERYWHERE)
+    paris.call("register", "oregon", "MIN(oregon).persisted")
+    tokyo.call("limit_file_size", 1 << 20)
+    seq = paris.call("send", 10, 500_000)
+    paris.call("waitfor", seq, "oregon", 30)
+    with pytest.raises(RuntimeError, match=r"tokyo.persisted is at"):
+        paris.call("waitfor", seq, "all", 0.5)
+    assert "no room for" in tokyo.call("status")["trouble"]["store of paris"]
+    tokyo.call("limit_file_size", 0)
+    paris.call("waitfor", seq, "all", 30)
+    assert tokyo.call("held", "paris") == seq
+    assert tokyo.call("status")["trouble"] == {}
+
+
+def test_full_disk_here_is_said_and_passes(three: Cluster) -> None:
+    paris = three["paris"]
+    paris.call("register", "all", EVERYWHERE)
+    first = paris.call("send", 1, 100)
+    paris.call("limit_file_size", 1 << 20)
+    with pytest.raises(RuntimeError, match=r"StoreFullError: .*no room for"):
+        paris.call("send", 1, 5_000_000)
+    paris.call("limit_file_size", 0)
+    assert paris.call("send", 1, 5_000_000) == first + 1
+    paris.call("waitfor", first + 1, "all", 30)
+    assert three["oregon"].call("held", "paris") == first + 1
+
+
+def test_lost_store_is_filled_again_by_the_others(three: Cluster, tmp_path: Path) -> None:
+    paris = three["paris"]
+    paris.call("register", "all", EVERYWHERE)
+    seq = paris.call("send", 20, 200_000)
+    paris.call("waitfor", seq, "all", 30)
+    paris.kill()
+    (tmp_path / "paris").rename(tmp_path / "lost")
+    restart(three, "paris")
+    three["paris"].call("register", "all", EVERYWHERE)
+    # Having heard that the others have more under its name, it does not reuse the numbers.
+    three["paris"].call("waitfor", seq, "all", 30)
+    assert three["paris"].call("held", "paris") == seq
+    assert three["paris"].call("send", 1, 1000) == seq + 1
+    three["paris"].call("waitfor", seq + 1, "all", 30)
+    assert three["tokyo"].call("held", "paris") == seq + 1
+
+
+def test_site_that_was_down_gets_what_is_left_after_truncation(tmp_path: Path) -> None:
+    with Cluster(tmp_path, ALL, settings={"truncate": "MIN(paris, tokyo).persisted"}) as cluster:
+        for name in ("paris", "tokyo"):
+            cluster.start(name)
+        for name in ("paris", "tokyo"):
+            cluster[name].answer()
+        paris = cluster["paris"]
+        paris.call("register", "all", EVERYWHERE)
+        paris.call("register", "two", "MIN(paris, tokyo).persisted")
+        seq = paris.call("send", 20, 500_000)
+        paris.call("waitfor", seq, "two", 30)
+        for name in ("paris", "tokyo"):
+            assert wait_until(lambda name=name: cluster[name].call("first", "paris") > 10)
+        restart(cluster, "oregon")
+        paris.call("waitfor", seq, "all", 30)
+        assert cluster["oregon"].call("first", "paris") == paris.call("first", "paris")
+        assert cluster["oregon"].call("held", "paris") == seq
+
+
+def wait_until(condition: Any, deadline_s: float = 30.0) -> bool:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        threading.Event().wait(0.01)
+    return True
+
+
+# Strangers and liars: hand-made connections to a real site.
+
+
+@pytest.fixture
+def lonely(tmp_path: Path) -> Iterator[tuple[Cluster, dict[str, Any]]]:
+    """Site tokyo alone; the test plays paris."""
+    with Cluster(tmp_path, ["paris", "tokyo"]) as cluster:
+        restart(cluster, "tokyo")
+        yield cluster, cluster.config("paris")
+
+
+def data_connection(config: dict[str, Any]) -> socket.socket:
+    sock, reply = connect(load_config(config), "paris", "tokyo", {"purpose": "data", "stream": "paris"})
+    send_json(sock, {"begin": reply["place"]})
+    sock.settimeout(20)
+    return sock
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        HEADER.pack(0x4D525453, 0xFFFFFFFF, 1, 0, 1, 0, 0),  # a length of 4 GiB
+        HEADER.pack(0x4D525453, 10, 7, 0, 1, 0, 0) + bytes(10),  # a gap
+        HEADER.pack(0x4D525453, 10, 1, 0, 1, 0, 0) + bytes(10),  # a wrong checksum
+        b"GET / HTTP/1.1\r\nHost: tokyo.example.org\r\n\r\n",
+    ],
+    ids=["length", "gap", "checksum", "http"],
+)
+def test_liar_is_hung_up_on_and_nothing_of_it_kept(lonely: tuple[Cluster, dict[str, Any]], frame: bytes) -> None:
+    cluster, config = lonely
+    with data_connection(config) as sock:
+        sock.sendall(frame)
+        assert sock.recv(1) == b""
+    assert cluster["tokyo"].call("held", "paris") == 0
+    restart_paris_and_send(cluster)
+
+
+def restart_paris_and_send(cluster: Cluster) -> None:
+    restart(cluster, "paris")
+    cluster["paris"].call("register", "all", EVERYWHERE)
+    cluster["paris"].call("waitfor", cluster["paris"].call("send", 3, 1000), "all", 30)
+    assert cluster["tokyo"].call("held", "paris") == 3
+
+
+def test_control_frame_without_bounds_is_hung_up_on(lonely: tuple[Cluster, dict[str, Any]]) -> None:
+    cluster, config = lonely
+    sock, _ = connect(load_config(config), "paris", "tokyo", {"purpose": "control"})
+    with sock:
+        sock.settimeout(20)
+        sock.sendall(struct.pack("<IB", 1 << 31, 2))
+        assert sock.recv(1) == b""
+    restart_paris_and_send(cluster)
+
+
+def test_nobody_is_heard_without_the_key(lonely: tuple[Cluster, dict[str, Any]]) -> None:
+    cluster, config = lonely
+    with pytest.raises(HandshakeError, match=r"what answers at .* for tokyo does not have our key"):
+        connect(load_config({**config, "key": "another key, not ours"}), "paris", "tokyo", {"purpose": "control"})
+    # One that does not check who answers, and guesses:
+    host, port = config["sites"]["tokyo"]["address"].split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        send_json(sock, {"site": "paris", "to": "tokyo", "purpose": "status", "nonce": ""})
+        proof = receive_json(sock, time.monotonic() + 20)["proof"]
+        send_json(sock, {"proof": proof})  # the server's own proof, sent back
+        assert "keys differ" in receive_json(sock, time.monotonic() + 20)["error"]
+        assert sock.recv(1) == b""
+    for junk in (struct.pack("<I", 1 << 30), struct.pack("<I", 3) + b"{]}", b""):
+        with socket.create_connection((host, int(port)), timeout=20) as sock:
+            sock.sendall(junk)
+            sock.shutdown(socket.SHUT_WR)
+            assert sock.recv(1) == b""
+    restart_paris_and_send(cluster)
+
+
+def test_two_processes_cannot_share_a_store(lonely: tuple[Cluster, dict[str, Any]]) -> None:
+    cluster, _ = lonely
+    tokyo = cluster["tokyo"]
+    second = Cluster(cluster.folder, ["tokyo"])
+    with second, pytest.raises(RuntimeError, match="is in use by another process"):
+        second.start("tokyo").answer()
+    assert tokyo.call("last", "tokyo") == 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_faults_leave_no_gap_and_no_false_claim(tmp_path: Path, seed: int) -> None:
+    run_schedule(tmp_path, seed)
