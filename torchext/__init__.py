@@ -16,14 +16,25 @@ if TYPE_CHECKING:
     from torchext import collectives as collectives
     from torchext import launch as launch
     from torchext import losses as losses
+    from torchext import replication as replication
     from torchext import scheduling as scheduling
     from torchext.collectives.tags import tag as tag
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "callbacks", "channels", "collectives", "launch", "losses", "scheduling", "tag"]
+__all__ = [
+    "__version__",
+    "callbacks",
+    "channels",
+    "collectives",
+    "launch",
+    "losses",
+    "replication",
+    "scheduling",
+    "tag",
+]
 
-_SUBPACKAGES = frozenset({"callbacks", "channels", "collectives", "launch", "losses", "scheduling"})
+_SUBPACKAGES = frozenset({"callbacks", "channels", "collectives", "launch", "losses", "replication", "scheduling"})
 
 
 def _create_dfccl(options: Any, backend_options: Any) -> Any:

@@ -22,6 +22,7 @@ _COMMANDS = {
     "queue": ("torchext.launch.cli:queue_main", "order and place jobs: start a queue, look into it, stop jobs"),
     "run": ("torchext.launch.cli:run_main", "start a training script on one or many processes, as torchrun does"),
     "simulate": ("torchext.scheduling.cli:main", "try scheduling policies on recorded jobs and compare them"),
+    "site": ("torchext.replication.cli:main", "run a site of a replicated system, or ask one that runs"),
 }
 
 

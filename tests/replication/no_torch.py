@@ -13,4 +13,4 @@ class _NoTorch:
         return None
 
 
-sys.meta_path.insert(0, _NoTorch())  # type: ignore[arg-type]
+sys.meta_path.insert(0, _NoTorch())

@@ -7,6 +7,8 @@ Source: "Stabilizer: Geo-Replication with User-defined Consistency" (ICDCS 2022)
 
 from __future__ import annotations
 
+from torchext.replication.checkpoints import fetch_checkpoint, send_checkpoint
+from torchext.replication.config import load_config
 from torchext.replication.errors import (
     ClosedError,
     ConfigError,
@@ -33,4 +35,7 @@ __all__ = [
     "StoreError",
     "StoreFullError",
     "dual",
+    "fetch_checkpoint",
+    "load_config",
+    "send_checkpoint",
 ]

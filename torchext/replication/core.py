@@ -140,10 +140,10 @@ class Core:
             frontiers.register(name, self._texts[name])
         return frontiers
 
-    def compile(self, text: str) -> Predicate:
-        """A predicate for this site's stream."""
+    def compile(self, text: str, origin: str) -> Predicate:
+        """A predicate for a stream."""
         with self.lock:
-            return compile_predicate(text, self._sites(self.me))
+            return compile_predicate(text, self._sites(origin))
 
     def add_ack(self, ack: str) -> None:
         """Makes an ack type known to predicates."""
@@ -313,8 +313,7 @@ class Core:
             for frontiers in self.frontiers.values():
                 frontiers.fail_waiters(self.fault if isinstance(self.fault, Exception) else error)
         for log in self.logs.values():
-            with log.changed:
-                log.changed.notify_all()
+            log.end_waits()
 
     def close(self) -> None:
         """Closes the files, once the threads have ended."""

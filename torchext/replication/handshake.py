@@ -23,6 +23,7 @@ from torchext.replication.errors import ReplicationError
 
 _LENGTH = struct.Struct("<I")
 _MAX_BYTES = 16384  # of a message of the handshake
+_MAX_REPLY_BYTES = 16 << 20  # of what a site tells one that it knows
 TIMEOUT_S = 5.0  # for a handshake
 
 
@@ -53,7 +54,7 @@ def connect(config: Config, me: str, site: str, hello: Mapping[str, Any]) -> tup
         if config.key and not _same(answer.get("proof"), _proof(config.key, "server", transcript)):
             raise HandshakeError(f"what answers at {config.sites[site].address} for {site} does not have our key")
         send_json(sock, {"proof": _proof(config.key, "client", transcript)})
-        reply = receive_json(sock, deadline)
+        reply = receive_json(sock, deadline, _MAX_REPLY_BYTES)
         _check(reply)
         _tune(sock, config)
         return sock, reply
@@ -109,7 +110,7 @@ def send_json(sock: socket.socket, content: Mapping[str, Any]) -> None:
     sock.sendall(_LENGTH.pack(len(data)) + data)
 
 
-def receive_json(sock: socket.socket, deadline: float) -> dict[str, Any]:
+def receive_json(sock: socket.socket, deadline: float, max_bytes: int = _MAX_BYTES) -> dict[str, Any]:
     """Receives one message of the handshake, of bounded size and by the deadline.
 
     Raises:
@@ -117,7 +118,7 @@ def receive_json(sock: socket.socket, deadline: float) -> dict[str, Any]:
         OSError: The connection ended, or the deadline passed.
     """
     (length,) = _LENGTH.unpack(_receive(sock, _LENGTH.size, deadline))
-    if length > _MAX_BYTES:
+    if length > max_bytes:
         raise HandshakeError(f"not a site: a greeting of {length} bytes")
     try:
         content = json.loads(_receive(sock, length, deadline))

@@ -268,11 +268,16 @@ class StreamLog:
             segment.path.unlink(missing_ok=True)
         return len(dropped)
 
-    def close(self) -> None:
-        """Ends all waits and closes the files, which are not synced by this."""
+    def end_waits(self) -> None:
+        """Has nobody wait for more any longer."""
         with self.changed:
             self._closed = True
             self.changed.notify_all()
+
+    def close(self) -> None:
+        """Closes the files, which are not synced by this."""
+        self.end_waits()
+        with self.changed:
             for fd in self._unsynced:
                 os.close(fd)
             self._unsynced = []

@@ -315,6 +315,13 @@ class Node:
         place = self._core.logs[origin].first
         return place.seq + 1 + (place.offset > 0)
 
+    def wait_received(self, origin: str, seq: int, timeout: float) -> bool:
+        """Waits until a message of a site has arrived here; whether it has."""
+        log = self._core.logs[origin]
+        with log.changed:
+            log.changed.wait_for(lambda: log.tail.seq >= seq or self._core.closing.is_set(), timeout)
+            return log.tail.seq >= seq
+
     def receive(
         self, origin: str, *, after: int = 0, timeout: float | None = None, predicate: str | None = None
     ) -> Iterator[Message]:
@@ -409,7 +416,7 @@ class Node:
             "log_bytes": {origin: log.size_bytes for origin, log in core.logs.items()},
         }
 
-    def wait_heard(self, predicate: str, timeout: float) -> set[str]:
+    def wait_heard(self, predicate: str, timeout: float, *, origin: str | None = None) -> set[str]:
         """Waits until the sites whose counters are known satisfy a predicate, as the dual of another; returns them.
 
         Whoever wants to see everything that was stable under a predicate must have heard its `dual` before they look
@@ -418,12 +425,13 @@ class Node:
         Args:
             predicate: In full, not its name.
             timeout: In seconds.
+            origin: Who is ``$MYSITE`` in it; None means this site.
 
         Raises:
             StabilityTimeoutError: Too few were heard from in time.
         """
         self._core.check()
-        wanted = self._core.compile(predicate)
+        wanted = self._core.compile(predicate, self.me if origin is None else origin)
         if not self._core.wait_heard(wanted.satisfied_by, timeout):
             with self._core.lock:
                 absent = [site for site, heard in self._core.heard.items() if not heard]
@@ -435,6 +443,15 @@ class Node:
         self._core.check()
         with self._core.lock:
             return {self.me, *(site for site, heard in self._core.heard.items() if heard)}
+
+    def check(self) -> None:
+        """Raises what stopped this node, if something did.
+
+        Raises:
+            ReplicationError: It stopped, as when its disk fails; the cause is attached.
+            ClosedError: It was closed.
+        """
+        self._core.check()
 
     def close(self) -> None:
         """Hangs up, ends all threads and waits, closes the log; what was sent goes on once the site is back."""

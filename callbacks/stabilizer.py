@@ -1,0 +1,271 @@
+"""Checkpoints of a Lightning training at many sites, safe in the sense of a predicate."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from torchext.replication.checkpoints import SCHEME, Sent, fetch_checkpoint, send_checkpoint
+from torchext.replication.errors import ReplicationError, StabilityTimeoutError
+from torchext.replication.node import Node
+
+
+class StabilizerReplication(Checkpoint):
+    """Sends checkpoints to all sites and follows when they become stable; restores the newest that was.
+
+    The trainer stands still while a checkpoint is written to a file of this machine; what follows happens beside it, and
+    the training waits for other sites only with ``on_unstable="wait"``. A failure of the replication is raised by
+    the next step; with ``"warn"`` it becomes a warning, and the next checkpoint is sent all the same.
+
+    ``trainer.fit(model, ckpt_path="stabilizer://SITE/latest?predicate=NAME")`` goes on from the newest checkpoint of
+    that site that was stable under the predicate. Strategies that read checkpoints by themselves (FSDP,
+    ModelParallel) take a folder that `fetch_checkpoint` has written.
+
+    Example::
+
+        node = Node("site.toml", me="paris")
+        trainer = Trainer(callbacks=[StabilizerReplication(node, predicate="safe", every_n_steps=100)])
+
+    Args:
+        node: This site; None on ranks other than 0, which share its file system if checkpoints are sharded.
+        predicate: Name of a predicate of the node.
+        every_n_steps: Send a checkpoint after so many optimizer steps.
+        on_unstable: What to do when the newest stable checkpoint is more than ``max_lag`` steps old: ``"wait"`` until
+            it is not, ``"warn"`` or ``"raise"``.
+        max_lag: In optimizer steps; None means twice ``every_n_steps``.
+        keep: How many stable checkpoints all sites keep; older messages of this site are dropped. None keeps all.
+        timeout: In seconds: how long ``"wait"`` waits, and the end of the training for the last checkpoint.
+
+    Raises:
+        ReplicationError: An argument is wrong, or the node has no such predicate.
+    """
+
+    def __init__(
+        self,
+        node: Node | None,
+        *,
+        predicate: str = "safe",
+        every_n_steps: int = 100,
+        on_unstable: Literal["wait", "warn", "raise"] = "warn",
+        max_lag: int | None = None,
+        keep: int | None = 2,
+        timeout: float = 600.0,
+    ) -> None:
+        super().__init__()
+        if every_n_steps < 1:
+            raise ReplicationError(f"every_n_steps: expected at least 1, got {every_n_steps!r}")
+        if on_unstable not in ("wait", "warn", "raise"):
+            raise ReplicationError(f'on_unstable: expected "wait", "warn" or "raise", got {on_unstable!r}')
+        if max_lag is not None and max_lag < every_n_steps:
+            raise ReplicationError(f"max_lag: expected at least every_n_steps = {every_n_steps}, got {max_lag!r}")
+        if keep is not None and keep < 1:
+            raise ReplicationError(f"keep: expected at least 1, or None, got {keep!r}")
+        self.node = node
+        self.predicate = predicate
+        self.every_n_steps = every_n_steps
+        self.on_unstable = on_unstable
+        self.max_lag = 2 * every_n_steps if max_lag is None else max_lag
+        self.keep = keep
+        self.timeout = timeout
+        self.sent: list[Sent] = []  # oldest first; guarded by _lock
+        self._lock = threading.Lock()
+        self._last_step = -1  # of which a checkpoint was taken
+        self._first_step = 0
+        self._stable_step = -1
+        self._warned_step = -1
+        self._sender: ThreadPoolExecutor | None = None
+        self._pending: list[Future[None]] = []
+        self._staging: Path | None = None
+        if node is not None:
+            node.get_stability_frontier(predicate)  # says if there is none
+
+    @property
+    def stable_step(self) -> int:
+        """Step of the newest checkpoint that is stable; -1 if none is."""
+        if self.node is None:
+            return -1
+        frontier = self.node.get_stability_frontier(self.predicate)
+        with self._lock:
+            self._stable_step = max([self._stable_step, *(s.step for s in self.sent if s.seq <= frontier)])
+            return self._stable_step
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Lets the trainer read ``stabilizer://`` addresses."""
+        del pl_module, stage
+        if self.node is not None and not isinstance(trainer.strategy.checkpoint_io, _FromSites):
+            trainer.strategy.checkpoint_io = _FromSites(trainer.strategy.checkpoint_io, self.node, self.timeout)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begins to count from the step that the training begins with."""
+        del pl_module
+        self._first_step = self._last_step = trainer.global_step
+        self._sender = ThreadPoolExecutor(1, thread_name_prefix="stabilizer-send")
+        staging = tempfile.mkdtemp(prefix="torchext-checkpoints-") if trainer.is_global_zero else ""
+        self._staging = Path(trainer.strategy.broadcast(staging))
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Sends a checkpoint if one is due; looks how far the stable one is behind."""
+        del pl_module, outputs, batch, batch_idx
+        self._raise_failures()
+        step = trainer.global_step
+        if step != self._last_step and step % self.every_n_steps == 0:
+            self._last_step = step
+            self._take(trainer, step)
+        if self.node is not None and step - max(self.stable_step, self._first_step) > self.max_lag:
+            self._lags(step)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Sends what is left; waits for it to become stable, unless only warnings are wanted."""
+        del pl_module
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.shutdown(wait=True)
+        self._raise_failures()
+        with self._lock:
+            last = self.sent[-1] if self.sent else None
+        if self.node is not None and last is not None:
+            self._forget()
+            if self.on_unstable != "warn":
+                self.node.waitfor(last.seq, self.predicate, self.timeout)
+                self._forget()
+        self._clean(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Ends the sending of checkpoints; those that were taken go out."""
+        del pl_module, exception
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.shutdown(wait=True)
+        self._clean(trainer)
+
+    def _take(self, trainer: pl.Trainer, step: int) -> None:
+        assert self._staging is not None
+        path = self._staging / f"{step}.ckpt"
+        trainer.save_checkpoint(path)  # by all ranks
+        if self.node is not None and self._sender is not None:
+            self._pending.append(self._sender.submit(self._send, self.node, path, step))
+
+    def _send(self, node: Node, path: Path, step: int) -> None:
+        try:
+            sent = send_checkpoint(node, path, step)
+        finally:
+            _remove(path)
+        with self._lock:
+            self.sent.append(sent)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drops checkpoints that newer stable ones make superfluous."""
+        if self.node is None or self.keep is None:
+            return
+        frontier = self.node.get_stability_frontier(self.predicate)
+        with self._lock:
+            stable = [sent for sent in self.sent if sent.seq <= frontier]
+            if len(stable) <= self.keep:
+                return
+            first_kept = stable[-self.keep]
+            self._stable_step = max(self._stable_step, stable[-1].step)
+            self.sent = [sent for sent in self.sent if sent.step >= first_kept.step]
+        self.node.truncate(first_kept.first - 1)
+
+    def _lags(self, step: int) -> None:
+        assert self.node is not None
+        behind = max(self.stable_step, self._first_step)
+        words = f"step {step}: the newest stable checkpoint is that of step {behind}, more than max_lag = {self.max_lag} ago"
+        if self.on_unstable == "warn":
+            if step >= self._warned_step + self.every_n_steps:
+                self._warned_step = step
+                rank_zero_warn(f"{words}; {self._why()}")
+            return
+        if self.on_unstable == "raise":
+            raise StabilityTimeoutError(f"{words}; {self._why()}")
+        deadline = time.monotonic() + self.timeout
+        for future in self._pending:
+            future.result(max(0.0, deadline - time.monotonic()))
+        with self._lock:
+            wanted = next((sent for sent in self.sent if step - sent.step <= self.max_lag), None)
+        if wanted is not None:
+            self.node.waitfor(wanted.seq, self.predicate, max(0.001, deadline - time.monotonic()))
+
+    def _why(self) -> str:
+        assert self.node is not None
+        with self._lock:
+            last = self.sent[-1] if self.sent else None
+        if last is None:
+            return "none has been sent yet"
+        try:
+            self.node.waitfor(last.seq, self.predicate, 0)
+        except StabilityTimeoutError as error:
+            return str(error)
+        return "it has just become stable"
+
+    def _raise_failures(self) -> None:
+        done = [future for future in self._pending if future.done()]
+        self._pending = [future for future in self._pending if not future.done()]
+        for future in done:
+            error = future.exception()
+            if error is None:
+                continue
+            if self.on_unstable == "warn" and isinstance(error, (ReplicationError, OSError)):
+                rank_zero_warn(f"a checkpoint could not be sent to the other sites: {error}")
+                continue
+            raise error
+
+    def _clean(self, trainer: pl.Trainer) -> None:
+        if self._staging is not None and trainer.is_global_zero:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        self._staging = None
+
+
+class _FromSites(CheckpointIO):
+    """Reads ``stabilizer://`` addresses; leaves all else to what was there before."""
+
+    def __init__(self, inner: CheckpointIO, node: Node, timeout: float) -> None:
+        self._inner = inner
+        self._node = node
+        self._timeout = timeout
+        self._plain = TorchCheckpointIO()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        if str(path).startswith(tempfile.gettempdir()):
+            self._plain.save_checkpoint(checkpoint, path)  # to be sent next: it must be whole when this returns
+        else:
+            self._inner.save_checkpoint(checkpoint, path, storage_options)
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        load: Callable[..., dict[str, Any]] = self._inner.load_checkpoint
+        if not str(path).startswith(f"{SCHEME}://"):
+            return load(path, *arguments, **options)
+        with tempfile.TemporaryDirectory(prefix="torchext-restore-") as folder:
+            file = Path(folder) / "restored.ckpt"
+            fetch_checkpoint(self._node, str(path), file, timeout=self._timeout)
+            if file.is_dir():
+                raise ReplicationError(f"{path} is a sharded checkpoint; write it to a folder with fetch_checkpoint")
+            return load(file, *arguments, **options)
+
+    def remove_checkpoint(self, path: Any) -> None:
+        self._inner.remove_checkpoint(path)
+
+    def teardown(self) -> None:
+        self._inner.teardown()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,294 @@
+"""The node as a program uses it; the sites share this process, so no torch and no start-up is paid for."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.replication.sites import KEY, reserve_port
+from torchext.replication import (
+    ClosedError,
+    Node,
+    PredicateError,
+    ReplicationError,
+    StabilityTimeoutError,
+    StoreError,
+    StoreFullError,
+    dual,
+)
+
+
+class Pair:
+    """Two sites; ``settings`` hold for both."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self._ports = {name: reserve_port() for name in ("paris", "tokyo")}
+        sites = {
+            name: {"address": f"127.0.0.1:{sock.getsockname()[1]}", "store": str(folder / name), "zone": f"z{name}"}
+            for name, sock in self._ports.items()
+        }
+        self.config: dict[str, Any] = {"key": KEY, "sites": sites, "segment_bytes": 2 << 20, **settings}
+        self.paris = Node(self.config, me="paris")
+        self.tokyo = Node(self.config, me="tokyo")
+
+    def close(self) -> None:
+        self.paris.close()
+        self.tokyo.close()
+        for sock in self._ports.values():
+            sock.close()
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    made = Pair(tmp_path)
+    yield made
+    made.close()
+
+
+def test_bytes_files_and_trees_arrive_as_they_were_sent(pair: Pair, tmp_path: Path) -> None:
+    pair.paris.register_predicate("all", "MIN($ALLSITES).verified")
+    data = random.Random(0).randbytes(3 << 20)
+    (tmp_path / "file").write_bytes(data)
+    buffer = bytearray(b"before")
+    array = torch.arange(6, dtype=torch.int32).numpy()
+    pair.paris.send(buffer)
+    buffer[:] = b"after!"  # the message is a copy
+    pair.paris.send(b"")
+    pair.paris.send(array)
+    pair.paris.send(tmp_path / "file")
+    seq = pair.paris.send({"weights": torch.arange(10.0), "step": 7})
+    pair.paris.waitfor(seq, "all", 30)
+    messages = list(pair.tokyo.receive("paris", timeout=0))
+    assert [m.seq for m in messages] == [1, 2, 3, 4, 5]
+    assert messages[0].payload == b"before"
+    assert messages[1].payload == b""
+    assert messages[2].payload == array.tobytes()
+    messages[3].save(tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == data
+    tree = messages[4].tree()
+    assert torch.equal(tree["weights"], torch.arange(10.0))
+    assert tree["step"] == 7
+    with pytest.raises(ReplicationError, match="message 1 of paris is no tree"):
+        messages[0].tree()
+    assert list(pair.paris.receive("paris", after=3, timeout=0))[0].payload == data  # one's own as well
+    with pytest.raises(ReplicationError, match="is no regular file"):
+        pair.paris.send("/dev/null")
+
+
+def test_receive_goes_on_as_messages_come_and_waits_for_stability(pair: Pair) -> None:
+    pair.tokyo.register_ack("checked")
+    pair.tokyo.register_predicate("checked", "MIN(paris).checked")
+    seen: list[int] = []
+    done = threading.Event()
+
+    def read() -> None:
+        for message in pair.tokyo.receive("paris", predicate="checked"):
+            seen.append(message.seq)
+            if message.seq == 3:
+                done.set()
+                return
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    pair.paris.register_ack("checked")
+    pair.paris.register_predicate("there", "MIN(tokyo).received")
+    for _ in range(4):
+        seq = pair.paris.send(b"x")
+    pair.paris.waitfor(seq, "there", 30)
+    pair.paris.ack("paris", 2, "checked")
+    pair.tokyo.waitfor(2, "checked", 30, origin="paris")
+    with pytest.raises(StabilityTimeoutError):
+        pair.tokyo.waitfor(3, "checked", 0.01, origin="paris")
+    assert 3 not in seen
+    pair.paris.ack("paris", 3, "checked")
+    assert done.wait(30)
+    reader.join()
+    assert seen == [1, 2, 3]
+
+
+def test_timeout_says_who_is_missing_and_how_far_behind(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    try:
+        pair.paris.register_predicate("safe", "MIN($ALLSITES).persisted")
+        pair.paris.waitfor(pair.paris.send(b"1"), "safe", 30)
+        pair.tokyo.close()
+        pair.paris.send(b"2")
+        seq = pair.paris.send(b"3")
+        with pytest.raises(StabilityTimeoutError) as caught:
+            pair.paris.waitfor(seq, "safe", timeout=0.5)
+        assert caught.value.sites == ("tokyo",)
+        assert str(caught.value).startswith(
+            "message 3 of paris did not become stable under 'safe' = MIN($ALLSITES).persisted within 0.5 s; "
+            "stable up to 1. tokyo.persisted is at 1, 2 behind"
+        )
+        # Under a weaker predicate it is.
+        pair.paris.change_predicate("safe", "MIN($MYSITE).persisted")
+        assert pair.paris.waitfor(seq, "safe", 30) >= 3
+        # And to say so is not taken back under the stronger one.
+        pair.paris.change_predicate("safe", "MIN($ALLSITES).persisted")
+        assert pair.paris.get_stability_frontier("safe") == 3
+        with pytest.raises(StabilityTimeoutError, match="missing: tokyo"):
+            pair.paris.wait_heard(dual("MAX($ALLSITES - $MYSITE)"), 0.1)
+        assert pair.paris.wait_heard(dual("MIN($ALLSITES)"), 0.1) == {"paris"}
+    finally:
+        pair.close()
+
+
+def test_waits_can_be_awaited_and_end_with_the_node(pair: Pair) -> None:
+    pair.paris.register_predicate("safe", "MIN($ALLSITES).persisted")
+
+    async def both() -> list[int]:
+        seqs = [pair.paris.send(b"x") for _ in range(2)]
+        return await asyncio.gather(*(pair.paris.waitfor_async(seq, "safe", 30) for seq in seqs))
+
+    one, two = asyncio.run(both())
+    assert one >= 1
+    assert two >= 2
+    with pytest.raises(StabilityTimeoutError, match="message 100 of paris"):
+        asyncio.run(pair.paris.waitfor_async(100, "safe", 0.01))
+    failed: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            pair.paris.waitfor(100, "safe")
+        except ClosedError as error:
+            failed.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    pair.paris.close()
+    waiter.join(30)
+    assert len(failed) <= 1
+    with pytest.raises(ClosedError, match="site paris is closed"):
+        pair.paris.send(b"more")
+    pair.paris.close()  # again
+
+
+def test_monitors_see_the_frontier_move_and_what_they_raise_is_raised(pair: Pair) -> None:
+    pair.paris.register_predicate("safe", "MIN($ALLSITES).received")
+    moves: list[int] = []
+    reached = threading.Event()
+
+    def moved(frontier: int) -> None:
+        moves.append(frontier)
+        if frontier == 5:
+            reached.set()
+
+    stop = pair.paris.monitor_stability_frontier("safe", moved)
+    for _ in range(5):
+        pair.paris.send(b"x")
+    assert reached.wait(30)
+    assert moves == sorted(set(moves))
+    stop()
+    failed = threading.Event()
+
+    def fail(frontier: int) -> None:
+        failed.set()
+        raise ValueError(f"cannot bear {frontier}")
+
+    pair.paris.monitor_stability_frontier("safe", fail)
+    pair.paris.send(b"x")
+    assert failed.wait(30)
+    while True:
+        try:
+            pair.paris.check()
+        except ReplicationError as error:
+            assert "cannot bear 6" in str(error)
+            break
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda n: n.waitfor(0, "safe"), "seq: expected the number of a message, from 1, got 0"),
+        (lambda n: n.waitfor(1, "unknown"), "there is no predicate 'unknown'; register it first (there are: safe)"),
+        (lambda n: n.change_predicate("unknown", "MIN($ALLSITES)"), "there is no predicate 'unknown'"),
+        (lambda n: n.register_predicate("safe", "MIN($ALLSITES)"), "predicate 'safe' is there already"),
+        (lambda n: n.waitfor(1, "safe", origin="oslo"), "origin: there is no site 'oslo'; there are: paris, tokyo"),
+        (lambda n: next(n.receive("oslo")), "origin: there is no site 'oslo'"),
+        (lambda n: n.ack("tokyo", 1, "seen"), "message 1 of tokyo is not here"),
+        (lambda n: n.ack("tokyo", 1, "persisted"), "'persisted' is told by the node itself"),
+        (lambda n: n.register_ack("a b"), "ack: expected a name"),
+    ],
+)
+def test_wrong_calls_are_explained(pair: Pair, call: Any, words: str) -> None:
+    pair.paris.register_predicate("safe", "MIN($ALLSITES).received")
+    with pytest.raises(ReplicationError) as caught:
+        call(pair.paris)
+    assert words in str(caught.value)
+
+
+def test_refused_change_leaves_the_predicate(pair: Pair) -> None:
+    pair.paris.register_predicate("safe", "MIN($MYSITE).received")
+    with pytest.raises(PredicateError, match="no site 'oslo'"):
+        pair.paris.change_predicate("safe", "MIN(oslo)")
+    assert pair.paris.predicates() == {"safe": "MIN($MYSITE).received"}
+    assert pair.paris.waitfor(pair.paris.send(b"x"), "safe", 30) == 1
+
+
+def test_truncation_waits_for_the_predicate_and_for_readers(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, truncate="MIN($ALLSITES).persisted", max_log_bytes=8 << 20)
+    try:
+        pair.paris.register_predicate("safe", "MIN($ALLSITES).persisted")
+        reader = pair.tokyo.receive("paris")
+        pair.paris.send(b"first")
+        assert next(reader).payload == b"first"
+        for _ in range(40):  # five times what the log may take
+            seq = pair.paris.send(bytes(1 << 20), timeout=30)
+        pair.paris.waitfor(seq, "safe", 30)
+        assert pair.paris.first("paris") > 1
+        assert [next(reader).seq for _ in range(40)] == list(range(2, 42))  # all of it was kept for the reader
+        reader.close()  # type: ignore[attr-defined]
+        with pytest.raises(StoreError, match="is not there"):
+            list(pair.paris.receive("paris", timeout=0))
+        pair.tokyo.close()
+        with pytest.raises(StoreFullError, match=r"held back by tokyo \(persisted up to 41\)"):
+            for _ in range(20):
+                pair.paris.send(bytes(1 << 20), timeout=0.05)
+    finally:
+        pair.close()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, to make certificates")
+def test_tls_hears_only_who_has_a_certificate_of_that_name(tmp_path: Path) -> None:
+    def openssl(*words: str) -> None:
+        subprocess.run(["openssl", *words], check=True, cwd=tmp_path, capture_output=True)
+
+    new_key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    openssl("req", "-x509", *new_key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority", "-days", "2")
+    for name in ("paris", "tokyo", "mallory"):
+        openssl("req", *new_key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signing = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2"]
+        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
+
+    ports = {name: reserve_port() for name in ("paris", "tokyo")}
+
+    def config(me: str) -> dict[str, Any]:
+        sites = {
+            name: {"address": f"127.0.0.1:{sock.getsockname()[1]}", "store": str(tmp_path / name)}
+            for name, sock in ports.items()
+        }
+        files = {"ca": "ca.pem", "cert": f"{me}.pem", "key": f"{me}.key"}
+        return {"sites": sites, "tls": {k: str(tmp_path / v) for k, v in files.items()}, "segment_bytes": 2 << 20}
+
+    data = random.Random(1).randbytes(5 << 20)
+    with Node(config("paris"), me="paris") as paris:
+        paris.register_predicate("safe", "MIN($ALLSITES).persisted")
+        seq = paris.send(data)
+        with Node(config("mallory"), me="tokyo") as mallory, pytest.raises(StabilityTimeoutError):
+            assert mallory.last("paris") == 0
+            paris.waitfor(seq, "safe", 0.5)
+        with Node(config("tokyo"), me="tokyo") as tokyo:
+            paris.waitfor(seq, "safe", 30)
+            assert next(tokyo.receive("paris")).payload == data
+    for sock in ports.values():
+        sock.close()

@@ -1,0 +1,129 @@
+"""Checkpoints as messages: the files of one, then a message that lists them and so makes it whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+from torchext.replication.errors import ReplicationError, StabilityTimeoutError
+from torchext.replication.message import BYTES, Message
+from torchext.replication.node import Node
+from torchext.replication.predicates import dual
+
+SCHEME = "stabilizer"
+_HEAD = b'{"stabilizer_checkpoint": 1'
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A checkpoint in this site's stream.
+
+    Attributes:
+        step: Of the training.
+        first: Number of its first message.
+        seq: Number of its last one: with it, it is whole.
+    """
+
+    step: int
+    first: int
+    seq: int
+
+
+def send_checkpoint(node: Node, path: str | os.PathLike[str], step: int) -> Sent:
+    """Sends a checkpoint: a file, or a folder of them, as sharded ones are.
+
+    Raises:
+        StoreFullError: There is no room; what was sent of it is never taken for a checkpoint.
+        ReplicationError: See `Node.send`.
+    """
+    path = Path(path)
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    listing = [(p.relative_to(path).as_posix() if p != path else "", node.send(p)) for p in files]
+    content = json.dumps({"stabilizer_checkpoint": 1, "step": step, "files": listing})
+    seq = node.send(content.encode())
+    return Sent(step, listing[0][1] if listing else seq, seq)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a checkpoint is: ``stabilizer://SITE/latest?predicate=NAME``."""
+
+    site: str
+    predicate: str
+
+    @classmethod
+    def parse(cls, url: str) -> Address:
+        """Takes an address apart.
+
+        Raises:
+            ReplicationError: It is not of this form.
+        """
+        parts = urlsplit(url)
+        query = parse_qs(parts.query)
+        if parts.scheme != SCHEME or not parts.netloc or parts.path != "/latest" or set(query) != {"predicate"}:
+            raise ReplicationError(f"expected {SCHEME}://SITE/latest?predicate=NAME, got {url!r}")
+        return cls(parts.netloc, query["predicate"][0])
+
+
+def fetch_checkpoint(node: Node, url: str, to: str | os.PathLike[str], *, timeout: float = 60.0) -> int:
+    """Writes the newest checkpoint that was stable to a file or folder.
+
+    To miss none that was stable, it first waits until enough sites have told their counters: a quorum of the dual of the
+    predicate.
+
+    Args:
+        node: Of any site, the one that sent it or another.
+        url: ``stabilizer://SITE/latest?predicate=NAME``.
+        to: Where to write it; made as a file or folder, as it was sent.
+        timeout: In seconds, for the other sites to answer and for the data to arrive here.
+
+    Returns:
+        The step that it is of.
+
+    Raises:
+        StabilityTimeoutError: Too few sites answered, or the data did not arrive in time.
+        ReplicationError: There is no stable checkpoint, or no such predicate.
+    """
+    address = Address.parse(url)
+    deadline = time.monotonic() + timeout
+    predicates = node.predicates()
+    if address.predicate not in predicates:
+        known = ", ".join(predicates) or "none"
+        raise ReplicationError(f"{url}: there is no predicate {address.predicate!r} (there are: {known})")
+    node.wait_heard(dual(predicates[address.predicate]), timeout, origin=address.site)
+    frontier = node.get_stability_frontier(address.predicate, origin=address.site)
+    if not node.wait_received(address.site, frontier, max(0.0, deadline - time.monotonic())):
+        raise StabilityTimeoutError(
+            f"{url}: messages of {address.site} are stable up to {frontier}, but only {node.last(address.site)} had "
+            f"arrived at {node.me} after {timeout:g} s",
+            [node.me],
+        )
+    newest: Message | None = None
+    found: dict[int, Message] = {}
+    first = node.first(address.site)
+    for message in node.receive(address.site, after=first - 1, timeout=0):
+        if message.seq > frontier:
+            break
+        found[message.seq] = message  # views of mapped files, not copies
+        if message.kind == BYTES and message.size_bytes < (64 << 20) and message.payload.startswith(_HEAD):
+            files = json.loads(message.payload)["files"]
+            if all(seq in found for _, seq in files):
+                newest = message
+                found = {seq: found[seq] for seq in [*(seq for _, seq in files), message.seq]}
+    if newest is None:
+        raise ReplicationError(
+            f"{url}: no checkpoint of {address.site} is stable under {predicates[address.predicate]} here "
+            f"(stable up to message {frontier}, held from {first} to {node.last(address.site)})"
+        )
+    content = json.loads(newest.payload)
+    for name, seq in content["files"]:
+        path = Path(to) / name if name else Path(to)
+        if name and not path.resolve().is_relative_to(Path(to).resolve()):
+            raise ReplicationError(f"{url}: a file of the checkpoint is named {name!r}, outside its folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found[seq].save(path)
+    return int(content["step"])
