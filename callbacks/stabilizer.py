@@ -15,7 +15,7 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_warn
 
 from torchext.replication.checkpoints import SCHEME, Sent, fetch_checkpoint, send_checkpoint
 from torchext.replication.errors import ReplicationError, StabilityTimeoutError
@@ -25,8 +25,8 @@ from torchext.replication.node import Node
 class StabilizerReplication(Checkpoint):
     """Sends checkpoints to all sites and follows when they become stable; restores the newest that was.
 
-    The trainer stands still while a checkpoint is written to a file of this machine; what follows happens beside it, and
-    the training waits for other sites only with ``on_unstable="wait"``. A failure of the replication is raised by
+    The trainer stands still while a checkpoint is written to a file of this machine; what follows happens beside it,
+    and the training waits for other sites only with ``on_unstable="wait"``. A failure of the replication is raised by
     the next step; with ``"warn"`` it becomes a warning, and the next checkpoint is sent all the same.
 
     ``trainer.fit(model, ckpt_path="stabilizer://SITE/latest?predicate=NAME")`` goes on from the newest checkpoint of
@@ -87,7 +87,7 @@ class StabilizerReplication(Checkpoint):
         self._warned_step = -1
         self._sender: ThreadPoolExecutor | None = None
         self._pending: list[Future[None]] = []
-        self._staging: Path | None = None
+        self.staging: Path | None = None  # folder of checkpoints on their way
         if node is not None:
             node.get_stability_frontier(predicate)  # says if there is none
 
@@ -105,7 +105,7 @@ class StabilizerReplication(Checkpoint):
         """Lets the trainer read ``stabilizer://`` addresses."""
         del pl_module, stage
         if self.node is not None and not isinstance(trainer.strategy.checkpoint_io, _FromSites):
-            trainer.strategy.checkpoint_io = _FromSites(trainer.strategy.checkpoint_io, self.node, self.timeout)
+            trainer.strategy.checkpoint_io = _FromSites(trainer.strategy.checkpoint_io, self)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begins to count from the step that the training begins with."""
@@ -113,7 +113,7 @@ class StabilizerReplication(Checkpoint):
         self._first_step = self._last_step = trainer.global_step
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="stabilizer-send")
         staging = tempfile.mkdtemp(prefix="torchext-checkpoints-") if trainer.is_global_zero else ""
-        self._staging = Path(trainer.strategy.broadcast(staging))
+        self.staging = Path(trainer.strategy.broadcast(staging))
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -153,8 +153,8 @@ class StabilizerReplication(Checkpoint):
         self._clean(trainer)
 
     def _take(self, trainer: pl.Trainer, step: int) -> None:
-        assert self._staging is not None
-        path = self._staging / f"{step}.ckpt"
+        assert self.staging is not None
+        path = self.staging / f"{step}.ckpt"
         trainer.save_checkpoint(path)  # by all ranks
         if self.node is not None and self._sender is not None:
             self._pending.append(self._sender.submit(self._send, self.node, path, step))
@@ -185,7 +185,7 @@ class StabilizerReplication(Checkpoint):
     def _lags(self, step: int) -> None:
         assert self.node is not None
         behind = max(self.stable_step, self._first_step)
-        words = f"step {step}: the newest stable checkpoint is that of step {behind}, more than max_lag = {self.max_lag} ago"
+        words = f"step {step}: the newest stable checkpoint is of step {behind}, more than max_lag = {self.max_lag} ago"
         if self.on_unstable == "warn":
             if step >= self._warned_step + self.every_n_steps:
                 self._warned_step = step
@@ -226,23 +226,22 @@ class StabilizerReplication(Checkpoint):
             raise error
 
     def _clean(self, trainer: pl.Trainer) -> None:
-        if self._staging is not None and trainer.is_global_zero:
-            shutil.rmtree(self._staging, ignore_errors=True)
-        self._staging = None
+        if self.staging is not None and trainer.is_global_zero:
+            shutil.rmtree(self.staging, ignore_errors=True)
+        self.staging = None
 
 
 class _FromSites(CheckpointIO):
     """Reads ``stabilizer://`` addresses; leaves all else to what was there before."""
 
-    def __init__(self, inner: CheckpointIO, node: Node, timeout: float) -> None:
+    def __init__(self, inner: CheckpointIO, replication: StabilizerReplication) -> None:
         self._inner = inner
-        self._node = node
-        self._timeout = timeout
+        self._replication = replication
         self._plain = TorchCheckpointIO()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if str(path).startswith(tempfile.gettempdir()):
-            self._plain.save_checkpoint(checkpoint, path)  # to be sent next: it must be whole when this returns
+        if Path(path).parent == self._replication.staging:  # sent next, so it must be whole when this returns
+            self._plain.save_checkpoint(checkpoint, path)
         else:
             self._inner.save_checkpoint(checkpoint, path, storage_options)
 
@@ -252,7 +251,9 @@ class _FromSites(CheckpointIO):
             return load(path, *arguments, **options)
         with tempfile.TemporaryDirectory(prefix="torchext-restore-") as folder:
             file = Path(folder) / "restored.ckpt"
-            fetch_checkpoint(self._node, str(path), file, timeout=self._timeout)
+            node = self._replication.node
+            assert node is not None
+            fetch_checkpoint(node, str(path), file, timeout=self._replication.timeout)
             if file.is_dir():
                 raise ReplicationError(f"{path} is a sharded checkpoint; write it to a folder with fetch_checkpoint")
             return load(file, *arguments, **options)

@@ -96,9 +96,7 @@ def test_check_explains_a_predicate(config: Path, capsys: pytest.CaptureFixture[
         (["check", "--me", "tokyo"], "check needs a predicate"),
     ],
 )
-def test_says_what_is_wrong(
-    config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
-) -> None:
+def test_says_what_is_wrong(config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
     assert cli.main([*arguments, "--config", str(config)]) == 1
     assert words in capsys.readouterr().err
 

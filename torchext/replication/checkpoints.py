@@ -12,7 +12,6 @@ from urllib.parse import parse_qs, urlsplit
 from torchext.replication.errors import ReplicationError, StabilityTimeoutError
 from torchext.replication.message import BYTES, Message
 from torchext.replication.node import Node
-from torchext.replication.predicates import dual
 
 SCHEME = "stabilizer"
 _HEAD = b'{"stabilizer_checkpoint": 1'
@@ -72,8 +71,8 @@ class Address:
 def fetch_checkpoint(node: Node, url: str, to: str | os.PathLike[str], *, timeout: float = 60.0) -> int:
     """Writes the newest checkpoint that was stable to a file or folder.
 
-    To miss none that was stable, it first waits until enough sites have told their counters: a quorum of the dual of the
-    predicate.
+    It first hears enough sites to miss none that was, wherever that was said (see `Node.read_frontier`); where some
+    cannot be heard, what it restores may be newer than what was stable, never older.
 
     Args:
         node: Of any site, the one that sent it or another.
@@ -94,8 +93,7 @@ def fetch_checkpoint(node: Node, url: str, to: str | os.PathLike[str], *, timeou
     if address.predicate not in predicates:
         known = ", ".join(predicates) or "none"
         raise ReplicationError(f"{url}: there is no predicate {address.predicate!r} (there are: {known})")
-    node.wait_heard(dual(predicates[address.predicate]), timeout, origin=address.site)
-    frontier = node.get_stability_frontier(address.predicate, origin=address.site)
+    frontier = node.read_frontier(address.predicate, timeout, origin=address.site)
     if not node.wait_received(address.site, frontier, max(0.0, deadline - time.monotonic())):
         raise StabilityTimeoutError(
             f"{url}: messages of {address.site} are stable up to {frontier}, but only {node.last(address.site)} had "

@@ -89,9 +89,7 @@ def _ask(config: Config, options: argparse.Namespace) -> None:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        raise ImportError(
-            "tables need rich: pip install 'torchext[site]', or ask for --json", name="rich"
-        ) from None
+        raise ImportError("tables need rich: pip install 'torchext[site]', or ask for --json", name="rich") from None
     console = Console()
     if not options.watch:
         console.print(_table(_status(config, options.me), options.action))
@@ -150,7 +148,9 @@ def _arguments() -> argparse.ArgumentParser:
         epilog="run (the default): until SIGTERM or Ctrl-C. status: counters, predicates and connections. frontier, "
         "predicates: those of the site's own messages. check EXPR: compiles a predicate as that site would.",
     )
-    parser.add_argument("action", nargs="?", default="run", choices=["run", "status", "frontier", "predicates", "check"])
+    parser.add_argument(
+        "action", nargs="?", default="run", choices=["run", "status", "frontier", "predicates", "check"]
+    )
     parser.add_argument("expression", nargs="?", metavar="EXPR", help="for check: a predicate")
     parser.add_argument("--config", required=True, metavar="FILE", help="the sites, as TOML")
     parser.add_argument("--me", required=True, metavar="SITE", help="which of them to run or to ask")

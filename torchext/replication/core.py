@@ -195,13 +195,15 @@ class Core:
                 self.heard[site] = True
                 self._moved.notify_all()
 
-    def wait_heard(self, enough: Callable[[set[str]], bool], timeout_s: float) -> bool:
-        """Waits until the counters of enough sites are known, this one's among them."""
+    def wait_heard(self, enough: Callable[[set[str]], bool], timeout_s: float) -> set[str]:
+        """Waits until the counters of enough sites are known, this one's among them; returns the sites."""
+
+        def heard() -> set[str]:
+            return {self.me, *(site for site, known in self.heard.items() if known)}
+
         with self.lock:
-            return self._moved.wait_for(
-                lambda: self.closing.is_set() or enough({self.me, *(s for s, heard in self.heard.items() if heard)}),
-                timeout_s,
-            )
+            self._moved.wait_for(lambda: self.closing.is_set() or enough(heard()), timeout_s)
+            return heard()
 
     def _tell(self, origin: str, names: list[str]) -> None:
         for name in names:

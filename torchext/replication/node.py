@@ -22,7 +22,7 @@ from torchext.replication.core import RECEIVED, Core
 from torchext.replication.errors import DivergedError, ReplicationError, StabilityTimeoutError, StoreFullError
 from torchext.replication.log import Cursor
 from torchext.replication.message import Message
-from torchext.replication.predicates import ACKS, Counter
+from torchext.replication.predicates import ACKS, Counter, dual
 
 _MAX_STRANGERS = 32  # connections that have not yet proved who they are
 
@@ -416,33 +416,42 @@ class Node:
             "log_bytes": {origin: log.size_bytes for origin, log in core.logs.items()},
         }
 
-    def wait_heard(self, predicate: str, timeout: float, *, origin: str | None = None) -> set[str]:
-        """Waits until the sites whose counters are known satisfy a predicate, as the dual of another; returns them.
+    def read_frontier(self, predicate: str, timeout: float, *, origin: str | None = None) -> int:
+        """A number that no message lies beyond that was ever stable under the predicate, wherever that was said.
 
-        Whoever wants to see everything that was stable under a predicate must have heard its `dual` before they look
-        at the frontier.
+        `get_stability_frontier` gives what this site knows to be stable, which may be less than what others were told
+        while this one was away. Here, it waits until it hears from sites that satisfy the `dual` of the predicate, and
+        takes those that it does not hear from to have done everything. A quorum for the dual has a site in common with
+        any that made the predicate hold, so what was stable is found.
 
         Args:
-            predicate: In full, not its name.
+            predicate: Its name.
             timeout: In seconds.
-            origin: Who is ``$MYSITE`` in it; None means this site.
+            origin: Whose messages; None means this site's own.
 
         Raises:
-            StabilityTimeoutError: Too few were heard from in time.
+            StabilityTimeoutError: Too few were heard from in time; names the others.
         """
         self._core.check()
-        wanted = self._core.compile(predicate, self.me if origin is None else origin)
-        if not self._core.wait_heard(wanted.satisfied_by, timeout):
-            with self._core.lock:
-                absent = [site for site, heard in self._core.heard.items() if not heard]
+        origin = self.me if origin is None else origin
+        core = self._core
+        with core.lock:
+            frontiers = core.frontiers_of(origin, predicate)
+            written = frontiers.predicate(predicate)
+        wanted = core.compile(dual(written.text), origin)
+        heard = core.wait_heard(wanted.satisfied_by, timeout)
+        self._core.check()
+        if not wanted.satisfied_by(heard):
+            absent = [site for site in self._config.sites if site not in heard]
             raise StabilityTimeoutError(
-                f"the sites that {self.me} has heard from do not satisfy {predicate} after {timeout:g} s; missing: "
-                f"{', '.join(absent)}",
+                f"what was stable under {predicate!r} = {written.text} can be told once {wanted.text} is heard from; "
+                f"{self.me} has not heard from {', '.join(absent)} within {timeout:g} s",
                 absent,
             )
-        self._core.check()
-        with self._core.lock:
-            return {self.me, *(site for site, heard in self._core.heard.items() if heard)}
+        with core.lock:
+            everything = max(frontiers.counter(Counter(site, RECEIVED)) for site in self._config.sites)
+            bound = written.value(lambda c: frontiers.counter(c) if c.site in heard else everything)
+            return max(bound, frontiers.frontier(predicate))
 
     def check(self) -> None:
         """Raises what stopped this node, if something did.

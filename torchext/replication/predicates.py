@@ -22,7 +22,7 @@ and a region's predicates are functions of their own; here, sites and zones have
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -103,15 +103,19 @@ class Predicate:
         emit(self.order)
         return code
 
+    def value(self, counter: Callable[[Counter], int]) -> int:
+        """Its value for these counters, worked out in full; `Frontiers` follows changes faster."""
+
+        def of(value: Order | Counter) -> int:
+            if isinstance(value, Counter):
+                return counter(value)
+            return sorted(of(item) for item in value.values)[value.k - 1]
+
+        return of(self.order)
+
     def satisfied_by(self, sites: frozenset[str] | set[str]) -> bool:
         """Whether it holds once these sites have done everything and the others nothing: whether they are a quorum."""
-
-        def holds(value: Order | Counter) -> bool:
-            if isinstance(value, Counter):
-                return value.site in sites
-            return sum(not holds(item) for item in value.values) < value.k
-
-        return holds(self.order)
+        return bool(self.value(lambda counter: int(counter.site in sites)))
 
 
 def compile_predicate(text: str, sites: Sites) -> Predicate:
