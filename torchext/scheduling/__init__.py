@@ -22,6 +22,7 @@ from torchext.scheduling.policies import (
 from torchext.scheduling.scheduler import Scheduler
 from torchext.scheduling.simulator import (
     Costs,
+    Drifts,
     Outage,
     RecordedJob,
     Result,
@@ -41,6 +42,8 @@ from torchext.scheduling.types import (
     Job,
     Learns,
     Machine,
+    Observation,
+    Observes,
     Placement,
     Policy,
     SchedulingError,
@@ -58,6 +61,7 @@ __all__ = [
     "ClusterState",
     "Costs",
     "Discipline",
+    "Drifts",
     "EasyBackfill",
     "FIFOFirstFit",
     "Forecasts",
@@ -65,6 +69,8 @@ __all__ = [
     "Job",
     "Learns",
     "Machine",
+    "Observation",
+    "Observes",
     "Outage",
     "Placement",
     "Plan",

@@ -11,16 +11,29 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
 from torchext.scheduling.scheduler import Scheduler
 from torchext.scheduling.state import ClusterState, Running
-from torchext.scheduling.types import Cluster, Job, Learns, Placement, Policy, SchedulingError, Start, Steps
+from torchext.scheduling.types import (
+    Cluster,
+    Job,
+    Learns,
+    Observation,
+    Observes,
+    Placement,
+    Policy,
+    SchedulingError,
+    Start,
+    Steps,
+)
 
 # Kinds of events, in the order in which those of one moment happen; submissions come last.
-_FINISH, _REPAIR, _FAIL, _STEP = range(4)
+_FINISH, _REPAIR, _FAIL, _STEP, _DRIFT = range(5)
+# In less time than this, no speed can be measured.
+_MEASURABLE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +99,15 @@ class World(Protocol):
         ...
 
 
+@runtime_checkable
+class Drifts(Protocol):
+    """A world whose machines change their speed at known moments, and are constant in between."""
+
+    def next_change_s(self, machine: int, now_s: float) -> float:
+        """Returns when the speed of a machine changes next, after `now_s`; inf if never."""
+        ...
+
+
 @dataclass(frozen=True)
 class TableWorld:
     """A world that behaves as the cluster's own tables say."""
@@ -131,7 +153,7 @@ class Result:
         start_s: (num_jobs,) float64, first start of each.
         finish_s: (num_jobs,) float64, end of each.
         runs: In the order they ended.
-        num_events: Submissions, starts, stops, failures, repairs and rises of score.
+        num_events: Submissions, starts, stops, failures, repairs, rises of score and drifts of a machine in use.
     """
 
     cluster: Cluster
@@ -235,6 +257,10 @@ class _Simulation:
         self._costs = costs
         self._world = world
         self._contended = world.contended
+        self._drifts = world if isinstance(world, Drifts) else None
+        self._drift_planned: set[int] = set()  # machines; those without jobs have no events
+        self._observer = policy if isinstance(policy, Observes) else None
+        self._crowding: list[tuple[float, ...]] = [()] * len(jobs)  # at the present speed, for the observer
         self._steps = policy if policy.preemptive and isinstance(policy, Steps) else None
         self._index = {recorded.job.id: i for i, recorded in enumerate(jobs)}
         if len(self._index) < len(jobs):
@@ -265,7 +291,7 @@ class _Simulation:
     def run(self) -> None:
         heap, state, scheduler = self._heap, self._state, self._scheduler
         submissions = [recorded.job for recorded in self._jobs]
-        handle = (self._finish, self._repair, self._fail, self._step)
+        handle = (self._finish, self._repair, self._fail, self._step, self._drift)
         num_submitted, num_jobs = 0, len(submissions)
         self._num_left = num_jobs
         next_s = submissions[0].submit_s if submissions else math.inf
@@ -326,6 +352,13 @@ class _Simulation:
         self._scheduler.rescored(job)
         self._plan_step(index, self._state.running[job.id])
 
+    def _drift(self, machine: int) -> None:
+        self._drift_planned.remove(machine)
+        if self._state.jobs_on(machine):
+            self.num_events += 1
+            self._touched.add(machine)
+            self._plan_drift(machine)
+
     # Decisions
 
     def _start(self, start: Start) -> None:
@@ -349,10 +382,14 @@ class _Simulation:
             self._set_speed(index, running)
         if self._steps is not None:
             self._plan_step(index, running)
+        if self._drifts is not None:
+            for machine, _ in start.placement.gpus:
+                self._plan_drift(machine)
 
     def _record(self, running: Running, index: int, outcome: str) -> None:
         """Notes that a run ends now."""
         self.num_events += 1
+        self._observe(running, index)
         self._end_s[index] = self._step_s[index] = math.inf
         self.runs.append(Run(index, running.placement, running.start_s, self._state.now_s, outcome))
         if self._contended:
@@ -373,6 +410,9 @@ class _Simulation:
             raise SchedulingError(f"the world gave job {running.job.id!r} the speed {speed}; it must be above 0")
         if speed == running.speed:
             return
+        self._observe(running, index)
+        if self._observer is not None:
+            self._crowding[index] = self._state.crowding(running.placement)
         if now_s > running.mark_s:
             running.progress_s = running.progress(now_s)
             running.mark_s = now_s
@@ -380,6 +420,24 @@ class _Simulation:
         left_s = max(self._jobs[index].duration_s - running.progress_s, 0.0)  # below 0 by rounding only
         end_s = self._end_s[index] = running.mark_s + left_s / speed
         heapq.heappush(self._heap, (end_s, _FINISH, index))
+
+    def _observe(self, running: Running, index: int) -> None:
+        """Tells the policy how fast a job has run since its speed changed last."""
+        now_s = self._state.now_s
+        if self._observer is not None and running.speed and now_s - running.mark_s >= _MEASURABLE_S:
+            crowding = self._crowding[index]
+            self._observer.observed(
+                Observation(running.job, running.placement, running.speed, crowding, running.mark_s, now_s)
+            )
+
+    def _plan_drift(self, machine: int) -> None:
+        """Plans when a machine that is in use changes its speed next."""
+        assert self._drifts is not None
+        if machine not in self._drift_planned:
+            at_s = self._drifts.next_change_s(machine, self._state.now_s)
+            if at_s < math.inf:
+                self._drift_planned.add(machine)
+                heapq.heappush(self._heap, (at_s, _DRIFT, machine))
 
     def _plan_step(self, index: int, running: Running) -> None:
         """Plans when a running job's score rises next."""

@@ -164,6 +164,15 @@ class ClusterState:
             return running.progress(self.now_s)
         return self._past.get(job.id, _NOTHING)[1]
 
+    def crowding(self, placement: Placement) -> tuple[float, ...]:
+        """Computes, for each machine of a placement that is taken already, the share of its other GPUs in use."""
+        shares = []
+        for index, num_gpus in placement.gpus:
+            total = self.cluster.machines[index].num_gpus
+            others = total - self.free[index] - num_gpus
+            shares.append(others / (total - num_gpus) if others else 0.0)
+        return tuple(shares)
+
     def speed(self, job: Job, placement: Placement) -> float:
         """Computes the speed the cluster's tables give, with the jobs now beside it; the slowest machine decides.
 
@@ -173,13 +182,10 @@ class ClusterState:
         if not cluster.speeds and not cluster.contention:
             return 1.0
         loss = cluster.contention_of(job.job_class)
-        speeds = []
-        for index, num_gpus in placement.gpus:
-            machine = cluster.machines[index]
-            speed = cluster.speed(job.job_class, machine.type)
-            others = machine.num_gpus - self.free[index] - num_gpus
-            speeds.append(speed * (1 - loss * others / (machine.num_gpus - num_gpus)) if others else speed)
-        return min(speeds)
+        return min(
+            cluster.speed(job.job_class, cluster.machines[index].type) * (1 - loss * share)
+            for (index, _), share in zip(placement.gpus, self.crowding(placement), strict=True)
+        )
 
     # Changing
 

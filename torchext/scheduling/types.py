@@ -174,6 +174,26 @@ class Placement(NamedTuple):
     speed_sd: float | None = None
 
 
+class Observation(NamedTuple):
+    """How fast a job was seen to run over a stretch of time in which its speed did not change.
+
+    Args:
+        job: The job.
+        placement: Where it ran.
+        speed: Work done per second, relative to the speed that durations refer to.
+        crowding: For each machine of the placement, the share of its other GPUs that other jobs held.
+        start_s: When the stretch began.
+        end_s: When it ended: now.
+    """
+
+    job: Job
+    placement: Placement
+    speed: float
+    crowding: tuple[float, ...]
+    start_s: float
+    end_s: float
+
+
 class Start(NamedTuple):
     """A decision to start a job now, with its reasons.
 
@@ -237,6 +257,15 @@ class Learns(Protocol):
             run_s: How long it held its GPUs, over all its runs.
             work_s: The time it would have taken at speed 1.
         """
+        ...
+
+
+@runtime_checkable
+class Observes(Protocol):
+    """A policy that learns from how fast jobs are seen to run."""
+
+    def observed(self, observation: Observation) -> None:
+        """Is told of each stretch of at least a minute, when it ends: the run does, or the job's speed changes."""
         ...
 
 
