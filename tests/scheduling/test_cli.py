@@ -104,6 +104,27 @@ def test_a_plot_is_written(trace: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_synthetic_world_is_the_one_of_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    trace = Path(__file__).parents[2] / "examples" / "data" / "philly_2017-10-09.csv"
+    words = ("--trace", trace, "--cluster", "synthetic:15", "--world", "synthetic", "--to", "2017-10-09 06:00")
+    _, out, err = _run(capsys, *words, "--policy", "qssf,machine-mean,rwgp", "--json")
+    assert err == ""
+    mean_s = {name: summary["jct_s"]["mean"] for name, summary in json.loads(out).items()}
+    assert len(set(mean_s.values())) == 3
+    assert json.loads(_run(capsys, *words, "--policy", "rwgp", "--json")[1])["rwgp"]["jct_s"]["mean"] == mean_s["rwgp"]
+    other = json.loads(_run(capsys, *words, "--policy", "qssf", "--seed", 1, "--json")[1])
+    assert other["qssf"]["jct_s"]["mean"] != mean_s["qssf"]
+
+
+def test_a_placement_for_a_policy_that_learns_its_own_is_refused(
+    trace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("--trace", trace, "--cluster", "1x4", "--policy", "rwgp", "--placement", "packed")
+    status, _, err = _run(capsys, *words)
+    assert status == 1
+    assert "'rwgp' learns where jobs go; leave the placement out" in err
+
+
 def test_inputs_that_cannot_be_used_end_with_status_1_and_a_reason(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

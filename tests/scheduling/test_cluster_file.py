@@ -92,5 +92,7 @@ def test_nodes_times_gpus_is_a_uniform_cluster() -> None:
     for text in ("0x8", "3x0"):
         with pytest.raises(SchedulingError, match="has no GPUs"):
             parse_cluster(text)
-    with pytest.raises(SchedulingError, match="'79 x 8' is neither NODESxGPUS, as in 79x8, nor a file to read"):
+    with pytest.raises(
+        SchedulingError, match="'79 x 8' is neither NODESxGPUS, as in 79x8, nor synthetic:NODES, nor a file to read"
+    ):
         parse_cluster("79 x 8")

@@ -11,6 +11,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from torchext.scheduling import synthetic
 from torchext.scheduling.cluster_file import parse_cluster
 from torchext.scheduling.metrics import summarize
 from torchext.scheduling.placements import Rule, TypeAware, comparative_advantage, fastest_type, packed, spread
@@ -62,11 +63,16 @@ def _run(options: argparse.Namespace) -> None:
         for name in options.policy
     }
     costs = Costs(options.checkpoint, options.restart, options.checkpoint_every)
+    if options.world == "synthetic":
+        trace = synthetic.classify(trace, options.seed)
     outages = _outages(options, cluster, trace)
     results: dict[str, Result] = {}
     for name, policy in policies.items():
         teach(policy, everything, options.begin_s)
-        results[name] = simulate(trace, cluster, policy, outages=outages, costs=costs)
+        world = None
+        if options.world == "synthetic":
+            world = synthetic.SyntheticWorld(cluster, options.seed, trace[0].job.submit_s)
+        results[name] = simulate(trace, cluster, policy, outages=outages, costs=costs, world=world)
     summaries = {name: summarize(result) for name, result in results.items()}
     if options.json:
         print(json.dumps(summaries, indent=2))
@@ -155,6 +161,13 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument("--trace", required=True, metavar="FILE", help="recorded jobs: Philly, ITP or plain CSV")
     parser.add_argument("--cluster", required=True, metavar="FILE|NxG", help="cluster.toml, or N machines with G GPUs")
     parser.add_argument(
+        "--world",
+        choices=("tables", "synthetic"),
+        default="tables",
+        help="how fast jobs truly run: as the cluster file says (default), or as in a made-up cluster that drifts, "
+        "strange to all policies, where jobs get made-up classes; its machines are --cluster synthetic:N",
+    )
+    parser.add_argument(
         "--policy", required=True, type=_names, metavar="NAME,...", help=f"{names}; told true durations: {oracles}"
     )
     parser.add_argument("--placement", choices=_PLACEMENTS, help="where jobs go (default: the policy's own, or packed)")
@@ -174,7 +187,7 @@ def _arguments() -> argparse.ArgumentParser:
     )
     costs.add_argument("--mtbf", type=_positive, metavar="S", help="mean time between failures of one machine")
     costs.add_argument("--mttr", type=_positive, default=3600.0, metavar="S", help="mean time to repair (default 3600)")
-    costs.add_argument("--seed", type=int, default=0, help="of the failures (default 0)")
+    costs.add_argument("--seed", type=int, default=0, help="of the failures and the synthetic world (default 0)")
     return parser
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchext.scheduling import synthetic
 from torchext.scheduling.types import Cluster, Machine, SchedulingError
 
 if sys.version_info >= (3, 11):
@@ -56,7 +57,9 @@ def read_cluster(path: str | Path) -> Cluster:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """Makes a cluster from what a command line says: ``NODESxGPUS``, as in ``79x8``, or the path of a cluster file.
+    """Makes a cluster from what a command line says: ``79x8`` (machines and GPUs of each), ``synthetic:52``, or a path.
+
+    ``synthetic:52`` stands for the 52 machines of `synthetic.make_cluster`, a path for a cluster file.
 
     Raises:
         SchedulingError: It is neither, or the file is wrong.
@@ -67,10 +70,15 @@ def parse_cluster(text: str) -> Cluster:
         if not nodes or not gpus:
             raise SchedulingError(f"a cluster of {text} has no GPUs; give at least 1x1")
         return Cluster.uniform(nodes, gpus)
+    match = re.fullmatch(r"synthetic:([1-9]\d*)", text)
+    if match:
+        return synthetic.make_cluster(int(match[1]))
     try:
         return read_cluster(text)
     except OSError as error:
-        raise SchedulingError(f"{text!r} is neither NODESxGPUS, as in 79x8, nor a file to read: {error}") from None
+        raise SchedulingError(
+            f"{text!r} is neither NODESxGPUS, as in 79x8, nor synthetic:NODES, nor a file to read: {error}"
+        ) from None
 
 
 def _cluster(content: Mapping[str, Any]) -> Cluster:

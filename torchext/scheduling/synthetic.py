@@ -71,7 +71,7 @@ def make_cluster(num_machines: int) -> Cluster:
 
     It knows classes' contention and prices, but no speeds: those are to be learned.
     """
-    machines = []
+    machines: list[Machine] = []
     for i in range(num_machines):
         kind = TYPES[i * len(TYPES) // num_machines]
         number = sum(machine.type == kind for machine in machines)

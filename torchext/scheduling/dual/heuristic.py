@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torchext.scheduling.dual.placing import Advantage
+from torchext.scheduling.dual.rwgp_model import RWGP
 from torchext.scheduling.dual.speeds import MeanModel
 from torchext.scheduling.forecast import History
 from torchext.scheduling.state import ClusterState
@@ -65,3 +66,8 @@ def by_type_mean(cluster: Cluster) -> Advantage:
 def by_machine_mean(cluster: Cluster) -> Advantage:
     """Means by machine and class."""
     return Advantage(MeanModel(cluster, per_machine=True))
+
+
+def by_rwgp(cluster: Cluster) -> Advantage:
+    """A random walk Gaussian process."""
+    return Advantage(RWGP(cluster), optimism=0.5)

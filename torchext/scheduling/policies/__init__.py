@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
+from torchext.scheduling.dual.heuristic import SpeedLearner, by_machine_mean, by_rwgp
 from torchext.scheduling.placements import Rule
 from torchext.scheduling.policies.easy_backfill import EasyBackfill
 from torchext.scheduling.policies.fifo import FIFO
@@ -37,7 +39,11 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
     "qssf": QSSF,
     "las": LAS,
     "gavel": Gavel,
+    "machine-mean": partial(SpeedLearner, by_machine_mean),
+    "rwgp": partial(SpeedLearner, by_rwgp),
 }
+# Choose machines by what they have learned, not by a rule.
+_OWN_PLACEMENT = ("machine-mean", "rwgp")
 # Are told the true durations; for comparison only.
 ORACLES: Mapping[str, Callable[..., Policy]] = {
     "sjf": SJF,
@@ -55,8 +61,11 @@ def make_policy(name: str, *, durations_s: Mapping[str, float] | None = None, pl
         placement: Where jobs go; None leaves it to the policy.
 
     Raises:
-        SchedulingError: There is no such policy, or it is an oracle and the durations are missing.
+        SchedulingError: There is no such policy, it is an oracle and the durations are missing, or it learns where jobs
+            go and a placement is given.
     """
+    if placement is not None and name in _OWN_PLACEMENT:
+        raise SchedulingError(f"policy {name!r} learns where jobs go; leave the placement out")
     options = {} if placement is None else {"placement": placement}
     if name in POLICIES:
         return POLICIES[name](**options)
