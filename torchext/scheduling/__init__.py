@@ -38,6 +38,7 @@ from torchext.scheduling.traces import read_trace
 from torchext.scheduling.types import (
     Cluster,
     Discipline,
+    Explains,
     Forecasts,
     Job,
     Learns,
@@ -63,6 +64,7 @@ __all__ = [
     "Discipline",
     "Drifts",
     "EasyBackfill",
+    "Explains",
     "FIFOFirstFit",
     "Forecasts",
     "Gavel",

@@ -59,7 +59,13 @@ def _run(options: argparse.Namespace) -> None:
         )
     durations_s = {r.job.id: r.duration_s for r in trace}
     policies = {
-        name: make_policy(name, durations_s=durations_s, placement=_PLACEMENTS.get(options.placement))
+        name: make_policy(
+            name,
+            durations_s=durations_s,
+            placement=_PLACEMENTS.get(options.placement),
+            policy_file=options.policy_file,
+            budget_s=math.inf,
+        )
         for name in options.policy
     }
     costs = Costs(options.checkpoint, options.restart, options.checkpoint_every)
@@ -156,7 +162,7 @@ def _arguments() -> argparse.ArgumentParser:
         "duration; util: share of all GPU-hours held, from the first submission to the last end. Jobs that ended "
         "before --from teach the policies that forecast.",
     )
-    names = ", ".join(POLICIES)
+    names = ", ".join([*POLICIES, "dual"])
     oracles = ", ".join(ORACLES)
     parser.add_argument("--trace", required=True, metavar="FILE", help="recorded jobs: Philly, ITP or plain CSV")
     parser.add_argument("--cluster", required=True, metavar="FILE|NxG", help="cluster.toml, or N machines with G GPUs")
@@ -170,6 +176,7 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy", required=True, type=_names, metavar="NAME,...", help=f"{names}; told true durations: {oracles}"
     )
+    parser.add_argument("--policy-file", metavar="FILE", help="agents for dual, from torchext train-policy")
     parser.add_argument("--placement", choices=_PLACEMENTS, help="where jobs go (default: the policy's own, or packed)")
     parser.add_argument(
         "--from", dest="begin_s", type=_time, default=-math.inf, metavar="TIME", help="date or seconds: no earlier jobs"
@@ -193,11 +200,10 @@ def _arguments() -> argparse.ArgumentParser:
 
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
+    known = [*POLICIES, "dual", *ORACLES]
     for name in names:
-        if name not in POLICIES and name not in ORACLES:
-            raise argparse.ArgumentTypeError(
-                f"there is no policy {name!r}; choose from {', '.join([*POLICIES, *ORACLES])}"
-            )
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"there is no policy {name!r}; choose from {', '.join(known)}")
     return names
 
 

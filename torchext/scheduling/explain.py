@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torchext.scheduling.scheduler import Scheduler
 from torchext.scheduling.state import ClusterState
-from torchext.scheduling.types import Job, Placement, Start
+from torchext.scheduling.types import Explains, Job, Placement, Start
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class PlannedStart:
         speed_sd: Standard deviation of `speed`, or None if the policy has no idea of it.
         displaced: Ids of the running jobs that have to stop for it.
         passed: Ids of jobs that come before it in the order and still wait.
+        why: What the score came from, in the policy's words; "" if it has none.
     """
 
     job_id: str
@@ -31,6 +32,7 @@ class PlannedStart:
     speed_sd: float | None
     displaced: tuple[str, ...]
     passed: tuple[str, ...]
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,13 @@ class PlannedWait:
         job_id: The job.
         score: Its score; lower is served first. inf: the policy holds it back.
         reason: Why, in words.
+        why: What the score came from, in the policy's words; "" if it has none.
     """
 
     job_id: str
     score: float
     reason: str
+    why: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,17 +67,20 @@ def plan(scheduler: Scheduler) -> Plan:
     waiting = trial.waiting()
     return Plan(
         starts=starts,
-        waits=tuple(PlannedWait(job.id, score, _explain_wait(score, job, trial)) for score, job in waiting),
+        waits=tuple(
+            PlannedWait(job.id, score, _explain_wait(score, job, trial), _why(job, trial)) for score, job in waiting
+        ),
     )
 
 
 def explain_starts(starts: Sequence[Start], scheduler: Scheduler) -> tuple[PlannedStart, ...]:
     """Gives the reasons of starts that the scheduler has just decided."""
+    whys = [_why(start.job, scheduler) for start in starts]  # before those left are scored again
     waiting = scheduler.waiting() if starts else []
-    return tuple(_explain_start(start, waiting, scheduler.state) for start in starts)
+    return tuple(_explain_start(start, waiting, scheduler.state, why) for start, why in zip(starts, whys, strict=True))
 
 
-def _explain_start(start: Start, waiting: list[tuple[float, Job]], state: ClusterState) -> PlannedStart:
+def _explain_start(start: Start, waiting: list[tuple[float, Job]], state: ClusterState, why: str) -> PlannedStart:
     placement = start.placement
     rank = (-start.job.priority, start.score, start.job.submit_s)
     return PlannedStart(
@@ -84,7 +91,13 @@ def _explain_start(start: Start, waiting: list[tuple[float, Job]], state: Cluste
         speed_sd=placement.speed_sd,
         displaced=tuple(running.job.id for running in start.displaced),
         passed=tuple(job.id for score, job in waiting if (-job.priority, score, job.submit_s) < rank),
+        why=why,
     )
+
+
+def _why(job: Job, scheduler: Scheduler) -> str:
+    policy = scheduler.policy
+    return policy.why(job, scheduler.state) if isinstance(policy, Explains) else ""
 
 
 def _explain_wait(score: float, job: Job, scheduler: Scheduler) -> str:

@@ -279,6 +279,15 @@ class Forecasts(Protocol):
 
 
 @runtime_checkable
+class Explains(Protocol):
+    """A policy that can say what its latest scores came from."""
+
+    def why(self, job: Job, state: ClusterState) -> str:
+        """Says it of a waiting job, or of one just started, in words for the one who asks why it waits."""
+        ...
+
+
+@runtime_checkable
 class Steps(Protocol):
     """A settled policy whose scores rise at known amounts of service."""
 

@@ -37,12 +37,12 @@ def _random_observations(num: int, seed: int = 0, every_s: float = 0.0) -> list[
 
 
 def _from_scratch(observations: list[Observation], now_s: float) -> Posterior:
-    """The model before its first fit, written out: three fixed relations, and the type once more for what is alike."""
+    """The model before its first fit, written out."""
     machines = _cluster().machines
     by_type = walks(cliques([machine.type for machine in machines]), 2)
     everywhere, by_rack = walks(cliques([0] * 12), 2), walks(cliques([machine.rack for machine in machines]), 2)
     classes = list(dict.fromkeys(o.job.job_class for o in observations))
-    kernel = WalkKernel(torch.stack([everywhere, by_type, by_rack, by_type]), 0)
+    kernel = WalkKernel(torch.stack([everywhere, by_type, by_rack]), 0)
     for _ in classes:
         kernel = kernel.with_class()
     machine = [o.placement.gpus[0][0] for o in observations]
@@ -115,10 +115,11 @@ def test_a_slow_machine_casts_doubt_on_its_rack_first() -> None:
     assert model.predict("never seen", 1000.0).mean[0] < -0.1
 
 
-def test_the_kernel_is_fitted_to_what_has_been_seen() -> None:
+@pytest.mark.parametrize("alike", [False, True])
+def test_the_kernel_is_fitted_to_what_has_been_seen(alike: bool) -> None:
     random = np.random.default_rng(0)
     own = random.normal(0, 0.3, 12)
-    model = RWGP(_cluster())
+    model = RWGP(_cluster(), alike=alike)
     errors = []
     for i in range(320):
         machine = int(random.integers(12))

@@ -6,6 +6,7 @@ others. Ricardo's comparative advantage, per machine and learned, in place of pe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,6 +28,7 @@ class Advantage:
 
         log speed(machine, class) + optimism * sd - comparative * mean over classes of log speed(machine, .)
             - contention * share of the machine's other GPUs in use - emptiness * share of the machine left free
+            - thrift * log price
 
     Among machines of equal value, the fullest. Whether a job fits, and on how many machines, is as `packed` has it.
 
@@ -35,34 +37,68 @@ class Advantage:
         comparative: 0 sends each job to its fastest machine; 1 counts only what it gains more than others do.
         optimism: Standard deviations to add, to try machines of which little is known (UCB); below 0 avoids them.
         emptiness: How much fragmentation is avoided: GPUs left over count against a machine.
+        thrift: How much prices count: a machine at twice the mean price loses log(2) times as much. 0: not at all; 1:
+            what counts is speed per money.
     """
 
     model: SpeedModel
     comparative: float = 0.5
     optimism: float = 0.0
     emptiness: float = 0.1
+    thrift: float = 0.0
 
     def __post_init__(self) -> None:
         self._ended: dict[str, int] = {}  # class -> jobs that have ended: how much it counts in what is typical
         self._typical_then: np.ndarray | None = None  # as of _typical_s
         self._typical_s = 0.0
         self._num_gpus: np.ndarray | None = None
+        self._relative_prices: np.ndarray | None = None
 
     def __call__(self, job: Job, state: ClusterState, among: int = ANY_MACHINE) -> Placement | None:
         """Places a job, or returns None."""
         shape = packed(job, state, among)
         if shape is None:
             return None
+        return self.choose(job, state, shape, among, lambda features: int(features[:, 0].argmax()))
+
+    def choose(
+        self, job: Job, state: ClusterState, shape: Placement, among: int, pick: Callable[[np.ndarray], int]
+    ) -> Placement:
+        """Places a job on as many machines, with as many GPUs each, as a given placement; which, `pick` says.
+
+        Args:
+            job: The job.
+            state: The cluster now.
+            shape: How many GPUs on how many machines: a placement that is possible.
+            among: The machines that may be used, as a bit set.
+            pick: Is given the candidates' features (N, 8) float32, as `networks.MACHINE_FEATURES` lists them, for one
+                machine after another, and returns a row.
+        """
+        prediction = self.model.predict(job.job_class, state.now_s)
         value = self.values(job, state)
-        # As many machines with as many GPUs each as the packed placement, other ones.
+        typical = self._typical(state.now_s) if self._ended else np.zeros_like(value)
+        sizes, free = self._sizes(state), np.array(state.free)
+        prices = self._prices(state) - 1.0
+        loss = state.cluster.contention_of(job.job_class)
         taken: list[tuple[int, int]] = []
         for _, num_gpus in shape.gpus:
             used = {index for index, _ in taken}
-            candidates = [index for index in state.fullest(num_gpus, among) if index not in used]
-            left = (np.array(state.free)[candidates] - num_gpus) / self._sizes(state)[candidates]
-            best = int(np.argmax(value[candidates] - self.emptiness * left))
-            taken.append((candidates[best], num_gpus))
-        prediction = self.model.predict(job.job_class, state.now_s)
+            rows = [index for index in state.fullest(num_gpus, among) if index not in used]
+            left = (free[rows] - num_gpus) / sizes[rows]
+            features = np.stack(
+                [
+                    value[rows] - self.emptiness * left,
+                    prediction.mean[rows],
+                    prediction.sd[rows],
+                    typical[rows],
+                    free[rows] / sizes[rows],
+                    left,
+                    np.full(len(rows), loss),
+                    prices[rows],
+                ],
+                axis=1,
+            )
+            taken.append((rows[pick(features.astype(np.float32))], num_gpus))
         slowest = min((index for index, _ in taken), key=lambda index: float(prediction.mean[index]))
         speed = float(np.exp(prediction.mean[slowest]))
         return Placement(tuple(taken), speed, speed * float(prediction.sd[slowest]))
@@ -77,6 +113,8 @@ class Advantage:
         value = prediction.mean + self.optimism * prediction.sd
         if self.comparative and self._ended:
             value = value - self.comparative * self._typical(state.now_s)
+        if self.thrift:
+            value = value - self.thrift * np.log(np.maximum(self._prices(state), 1e-9))
         loss = state.cluster.contention_of(job.job_class)
         if loss:
             used = 1 - np.array(state.free) / self._sizes(state)
@@ -90,6 +128,13 @@ class Advantage:
             speeds = np.stack([self.model.predict(job_class, now_s).mean for job_class in self._ended])
             self._typical_then, self._typical_s = shares @ speeds / shares.sum(), now_s
         return self._typical_then
+
+    def _prices(self, state: ClusterState) -> np.ndarray:
+        """Prices of machines relative to the mean; 1 if all are free of charge."""
+        if self._relative_prices is None:
+            prices = np.array([machine.price_per_gpu_hour for machine in state.cluster.machines])
+            self._relative_prices = prices / prices.mean() if prices.any() else np.ones(len(prices))
+        return self._relative_prices
 
     def _sizes(self, state: ClusterState) -> np.ndarray:
         if self._num_gpus is None:

@@ -25,6 +25,9 @@ from torch import Tensor, nn
 _RANK = 2  # of the covariance of classes, beside its diagonal
 # The noise of what is older than this many times the kernel's memory grows no more; by then it weighs nothing.
 _OLDEST = 40.0
+# Of what `fit` believes before it has seen anything. Classes are much alike: one in which all that has been seen of it
+# was regular need not stay so.
+_PRIOR_SDS = {"beta": 1.0, "weight": 0.3, "log_own": 0.3, "log_noise": 2.0, "log_memory": 1.0}
 
 
 class RWGPError(ValueError):
@@ -249,7 +252,7 @@ def log_likelihood(kernel: WalkKernel, seen: Observations, now_s: float) -> Tens
 def fit(kernel: WalkKernel, seen: Observations, now_s: float, *, num_steps: int = 60, step_size: float = 0.1) -> float:
     """Learns the kernel's parameters by marginal likelihood, in place, with weak priors about where they are.
 
-    The priors are normal in each parameter, of sd 0.5 (1 for logarithms): what the data do not say stays as it is.
+    The priors are normal about the present values, of the sds in `_PRIOR_SDS`: what the data do not say stays as it is.
 
     Returns:
         The best value of log likelihood plus log prior; the parameters are those it was reached with.
@@ -265,7 +268,7 @@ def fit(kernel: WalkKernel, seen: Observations, now_s: float, *, num_steps: int 
     for _ in range(num_steps):
         optimizer.zero_grad()
         away = sum(
-            ((parameter - start[name]) / (1.0 if name.startswith("log_") else 0.5)).square().sum()
+            ((parameter - start[name]) / _PRIOR_SDS[name]).square().sum()
             for name, parameter in kernel.named_parameters()
         )
         value = log_likelihood(kernel, seen, now_s) - 0.5 * away

@@ -51,10 +51,14 @@ class RWGP:
     Args:
         cluster: The machines; types, racks and the tables of speeds count.
         longest: Longest walk.
+        alike: Whether machines that have run alike so far are joined, too. Such a graph is made of the observations
+            that the process is to explain, so it finds likeness in noise: on measured spread it made predictions worse
+            (tests/benchmarks/speeds.py), hence off.
     """
 
-    def __init__(self, cluster: Cluster, *, longest: int = 2) -> None:
+    def __init__(self, cluster: Cluster, *, longest: int = 2, alike: bool = False) -> None:
         self._cluster = cluster
+        self._alike = alike
         self._longest = longest
         machines = cluster.machines
         self._fixed = [
@@ -156,6 +160,8 @@ class RWGP:
 
     def _paths(self, profiles: torch.Tensor | None) -> torch.Tensor:
         """Walks on the graphs of machines; without profiles of running times yet, those of one type are alike."""
+        if not self._alike:
+            return torch.stack(self._fixed)
         alike = self._fixed[1] if profiles is None else walks(nearest(profiles, _NUM_NEIGHBOURS), self._longest)
         return torch.stack([*self._fixed, alike])
 

@@ -1,0 +1,237 @@
+"""The policy dual: what it decides, and that it errs into qssf."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from torchext.scheduling import (
+    Cluster,
+    ClusterState,
+    Job,
+    Machine,
+    Outage,
+    Placement,
+    RecordedJob,
+    Scheduler,
+    SchedulingError,
+    make_policy,
+    plan,
+    simulate,
+)
+from torchext.scheduling.dual.networks import Agents
+from torchext.scheduling.dual.policy import Dual
+from torchext.scheduling.dual.policy_file import load_policy, save_policy
+
+_HOUR_S = 3600.0
+
+
+def _trace(seed: int = 0, num_jobs: int = 150) -> list[RecordedJob]:
+    random = np.random.default_rng(seed)
+    submit_s = np.cumsum(random.exponential(400.0, num_jobs))
+    return [
+        RecordedJob(
+            Job(f"j{i}", float(submit_s[i]), int(random.choice([1, 1, 2, 4, 8])), str(random.choice(list("abc"))), "x"),
+            float(random.choice([60.0, 600.0, 6000.0])),
+        )
+        for i in range(num_jobs)
+    ]
+
+
+def _spoilt(change: Callable[[Agents], object]) -> Agents:
+    torch.manual_seed(0)
+    agents = Agents()
+    with torch.no_grad():
+        change(agents)
+    return agents
+
+
+def _runs(policy: Dual, trace: list[RecordedJob], cluster: Cluster | None = None) -> list[tuple[object, ...]]:
+    result = simulate(trace, cluster or Cluster.uniform(3, 4), policy)
+    return [(run.job, run.placement.gpus, run.start_s, run.end_s) for run in result.runs]
+
+
+def _heuristic(**options: object) -> Dual:
+    return Dual(Agents(), order_learned=False, placement_learned=False, **options)  # type: ignore[arg-type]
+
+
+def test_untrained_agents_decide_as_the_heuristic() -> None:
+    trace = _trace()
+    assert _runs(Dual(Agents(), budget_s=math.inf), trace) == _runs(_heuristic(), trace)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "reason"),
+    [
+        (lambda a: a.ordering.log_scale.fill_(math.nan), "not finite"),
+        (lambda a: a.placement.log_scale.fill_(math.nan), "the placement agent failed: its scores are not finite"),
+        (lambda a: (a.seen_mean.fill_(100.0), a.seen_limit.fill_(1.0)), "far from training"),
+    ],
+)
+def test_agents_that_err_are_not_heard(
+    spoil: Callable[[Agents], object], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    trace = _trace()
+    policy = Dual(_spoilt(spoil), budget_s=math.inf)
+    assert _runs(policy, trace) == _runs(_heuristic(), trace)
+    assert policy.num_fallbacks > 10
+    told = [record.message for record in caplog.records if "falling back to qssf" in record.message]
+    assert reason in told[0]
+    assert len(told) < policy.num_fallbacks  # told once in a row
+
+
+def test_a_decision_that_would_be_late_is_left_to_qssf_and_the_agents_are_tried_again() -> None:
+    now_s = [0.0]
+
+    def clock() -> float:
+        now_s[0] += 1.0  # each decision takes a second
+        return now_s[0]
+
+    backwards = _spoilt(lambda a: a.ordering.log_scale.neg_())
+    policy = Dual(backwards, budget_s=0.5, clock=clock)
+    state = ClusterState(Cluster.uniform(1, 4))
+    jobs = [Job(f"j{i}", 0.0, 1 + i) for i in range(4)]
+    trusted = []
+    for _ in range(40):
+        before = policy.num_fallbacks
+        policy.order(jobs, state)
+        trusted.append(policy.num_fallbacks == before)
+    assert trusted[0]  # nothing is known of how long it takes
+    assert not trusted[1]
+    assert any(trusted[2:])
+    assert sum(trusted) < 20
+    policy = Dual(backwards, budget_s=2.0, clock=clock)
+    for _ in range(5):
+        policy.order(jobs, state)
+    assert policy.num_fallbacks == 0
+
+
+def test_a_large_job_starts_within_its_patience_and_the_longest_run() -> None:
+    # One 8-GPU job among 1-GPU jobs that would keep both machines busy for ever.
+    small = [RecordedJob(Job(f"s{i}", 100.0 * i, 1), 1000.0) for i in range(500)]
+    large = RecordedJob(Job("large", 5000.0, 8), 1000.0)
+    for learned in (True, False):
+        policy = Dual(
+            Agents(),
+            order_learned=learned,
+            placement_learned=learned,
+            patience_s=20_000.0,
+            budget_s=math.inf,
+        )
+        result = simulate([*small, large], Cluster.uniform(2, 4), policy)
+        start_s = result.start_s[[r.job.id for r in result.jobs].index("large")]
+        assert start_s <= 5000.0 + 20_000.0 + 1000.0 + 100.0  # decisions are made at events, 100 s apart at most
+    impatient = simulate([*small, large], Cluster.uniform(2, 4), _heuristic(patience_s=math.inf))
+    assert impatient.start_s[[r.job.id for r in impatient.jobs].index("large")] > 49_000.0
+
+
+def test_several_that_are_overdue_are_served_in_turn_also_when_machines_fail() -> None:
+    small = [RecordedJob(Job(f"s{i}", 50.0 * i, 1), 600.0) for i in range(700)]
+    large = [RecordedJob(Job(f"l{i}", 1000.0 + i, 8), 500.0) for i in range(4)]
+    outages = [Outage(machine, 20_000.0 + 3000.0 * machine, 22_000.0 + 3000.0 * machine) for machine in range(3)]
+    policy = Dual(Agents(), patience_s=10_000.0, budget_s=math.inf)
+    result = simulate([*small, *large], Cluster.uniform(3, 4), policy, outages=outages)
+    starts_s = {r.job.id: s for r, s in zip(result.jobs, result.start_s, strict=True)}
+    of_large = [starts_s[f"l{i}"] for i in range(4)]
+    assert of_large == sorted(of_large)
+    # Each waits for those before it and then for machines to come free; failures may take one away once each.
+    assert of_large[-1] < 11_000.0 + 4 * (500.0 + 600.0) + 3 * 2600.0
+
+
+def test_agents_may_hold_jobs_back_but_never_stop_the_queue() -> None:
+    def never_serve(agents: Agents) -> None:
+        agents.ordering.wait[-1].bias.fill_(1e6)  # type: ignore[union-attr,operator]
+
+    trace = _trace(num_jobs=40)
+    result = simulate(trace, Cluster.uniform(3, 4), Dual(_spoilt(never_serve), budget_s=math.inf))
+    assert len(result.jobs) == 40
+    usual = simulate(trace, Cluster.uniform(3, 4), _heuristic())
+    # Something starts only when nothing runs.
+    assert result.finish_s.max() > usual.finish_s.max()
+
+
+def test_the_plan_explains_every_decision() -> None:
+    scheduler = Scheduler(Dual(Agents(), patience_s=7200.0), ClusterState(Cluster.uniform(2, 4)))
+    scheduler.submit(Job("running", 0.0, 3))
+    scheduler.decide()
+    scheduler.state.now_s = 3600.0
+    for job in (Job("small", 3600.0, 1), Job("middle", 3600.0, 4), Job("large", 3600.0, 8)):
+        scheduler.submit(job)
+    now = plan(scheduler)
+    assert [start.job_id for start in now.starts] == ["small", "middle"]
+    assert now.starts[0].why == "forecast 1 GPU-hours, waiting for 0 h; order by the agents"
+    assert now.starts[0].speed == pytest.approx(1.0)
+    assert now.starts[0].speed_sd is not None
+    assert "forecast 8 GPU-hours" in now.waits[0].why
+    assert "8 GPUs; 0 are free" in now.waits[0].reason
+    scheduler.state.now_s = 3600.0 + 7201.0
+    waits = {wait.job_id: wait for wait in plan(scheduler).waits}
+    assert waits["large"].why.startswith("first, for having waited longer than 2 h")
+    assert waits["large"].why.endswith("kept free for it: node0, node1")
+
+
+def test_the_plan_changes_nothing() -> None:
+    scheduler = Scheduler(Dual(Agents(), budget_s=math.inf), ClusterState(Cluster.uniform(2, 4)))
+    for i in range(6):
+        scheduler.submit(Job(f"j{i}", 0.0, 2))
+    planned = [(start.job_id, start.machines) for start in plan(scheduler).starts]
+    decided = [
+        (start.job.id, tuple((f"node{index}", gpus) for index, gpus in start.placement.gpus))
+        for start in scheduler.decide()
+    ]
+    assert planned == decided
+
+
+class _Halved:
+    contended = False
+
+    def speed(self, job: Job, placement: Placement, state: ClusterState) -> float:
+        return 0.5 if placement.gpus[0][0] == 0 else 1.0
+
+
+def test_it_learns_speeds_and_places_by_them() -> None:
+    cluster = Cluster((Machine("slow", 4, "a"), Machine("fast", 4, "b")))
+    trace = [RecordedJob(Job(f"j{i}", 1000.0 * i, 1), 500.0) for i in range(60)]
+    result = simulate(trace, cluster, Dual(Agents(), budget_s=math.inf), world=_Halved())
+    late = [run.placement.gpus[0][0] for run in result.runs if run.job >= 30]
+    assert late == [1] * 30
+
+
+def test_a_file_gives_the_agents_back(tmp_path: Path) -> None:
+    agents = _spoilt(lambda a: [p.add_(torch.randn_like(p)) for p in a.parameters()])
+    path = tmp_path / "policy.safetensors"
+    save_policy(path, agents, {"command": "by hand"})
+    again = load_policy(path)
+    for name, tensor in agents.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+    assert [entry.name for entry in tmp_path.iterdir()] == ["policy.safetensors"]
+    assert isinstance(make_policy("dual", policy_file=path), Dual)
+
+
+def test_files_that_are_no_policies_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "policy.safetensors"
+    for content in (b"", b"not a policy", b"\x08\0\0\0\0\0\0\0{}      "):
+        path.write_bytes(content)
+        with pytest.raises(SchedulingError, match="cannot be used as a policy"):
+            load_policy(path)
+    save_policy(path, _spoilt(lambda a: a.ordering.slots.fill_(math.inf)), {})
+    with pytest.raises(SchedulingError, match="not finite; train the policy again"):
+        load_policy(path)
+    with pytest.raises(SchedulingError, match="cannot be used"):
+        load_policy(tmp_path / "none")
+
+
+def test_without_agents_it_says_how_to_get_them() -> None:
+    with pytest.raises(SchedulingError, match="make them with torchext train-policy"):
+        make_policy("dual")
+
+
+def test_without_safetensors_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
+    with pytest.raises(ImportError, match=r"pip install 'torchext\[policy\]'"):
+        load_policy(tmp_path / "policy.safetensors")
