@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torchext import losses as losses
     from torchext import replication as replication
     from torchext import scheduling as scheduling
+    from torchext import standby as standby
     from torchext.collectives.tags import tag as tag
 
 __version__ = "0.1.0"
@@ -31,10 +32,13 @@ __all__ = [
     "losses",
     "replication",
     "scheduling",
+    "standby",
     "tag",
 ]
 
-_SUBPACKAGES = frozenset({"callbacks", "channels", "collectives", "launch", "losses", "replication", "scheduling"})
+_SUBPACKAGES = frozenset(
+    {"callbacks", "channels", "collectives", "launch", "losses", "replication", "scheduling", "standby"}
+)
 
 
 def _create_dfccl(options: Any, backend_options: Any) -> Any:

@@ -24,6 +24,7 @@ _COMMANDS = {
     "train-policy": ("torchext.scheduling.dual.cli:main", "train a scheduling policy on recorded jobs"),
     "simulate": ("torchext.scheduling.cli:main", "try scheduling policies on recorded jobs and compare them"),
     "site": ("torchext.replication.cli:main", "run a site of a replicated system, or ask one that runs"),
+    "standby": ("torchext.standby.cli:main", "hold the training state of jobs as of their last step"),
 }
 
 

@@ -6,6 +6,7 @@
 #include "channels/bindings.hpp"
 #include "collectives/bindings.hpp"
 #include "replication/bindings.hpp"
+#include "standby/bindings.hpp"
 
 #define TORCHEXT_STR_(x) #x
 #define TORCHEXT_STR(x) TORCHEXT_STR_(x)
@@ -33,4 +34,7 @@ PYBIND11_MODULE(_native, m) {
 
     auto replication = m.def_submodule("replication", "Frames and predicates of torchext.replication.");
     torchext::replication::bind(replication);
+
+    auto standby = m.def_submodule("standby", "Copies, checksums and page tracking of torchext.standby.");
+    torchext::standby::bind(standby);
 }

@@ -1,0 +1,185 @@
+"""The rules of the standby against a model that remembers everything."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from torchext.standby.book import Book
+from torchext.standby.errors import FencedError, StandbyError
+
+
+class Primaries(RuleBasedStateMachine):
+    """Runs of a job, each of which starts, commits, dies, and may come back after another took over.
+
+    The model keeps for each rank everything that was ever sealed, with the images' contents, so it knows what a restart
+    has to find: the last step that all ranks sealed.
+    """
+
+    @initialize(world_size=st.integers(1, 3))
+    def start(self, world_size: int) -> None:
+        self.world_size = world_size
+        self.book = Book(world_size)
+        self.num_runs = 0
+        # What each image really holds: (run, step), or None while it is written.
+        self.contents: list[list[Any]] = [[None, None] for _ in range(world_size)]
+        self.sealed: list[set[tuple[int, int]]] = [set() for _ in range(world_size)]  # (run, step) for each rank
+        self.next_step = [0] * world_size
+        self.writing: list[tuple[int, int] | None] = [None] * world_size
+        self.restart(fresh=True)
+
+    @rule(fresh=st.booleans())
+    def restart(self, fresh: bool) -> None:
+        """All processes of the job are replaced, as torchrun does; they resume what counts, or start anew."""
+        self.num_runs += 1
+        latest = self.book.latest()
+        for rank in range(self.world_size):
+            self.book.claim(rank, f"run {self.num_runs}")
+            if not fresh and latest is not None:
+                held = self.contents[rank][self.book.image(rank, latest)]
+                assert held[1] == latest
+                self.book.resume(rank, f"run {self.num_runs}", latest)
+        self.resumed = latest if not fresh else None
+        self.counted = self.book.latest()
+        start = 0 if fresh or latest is None else latest + 1
+        self.next_step = [start] * self.world_size
+        self.writing = [None] * self.world_size
+
+    @rule(rank=st.integers(0, 2))
+    def begin(self, rank: int) -> None:
+        rank %= self.world_size
+        step = self.next_step[rank]
+        # No rank is more than one step ahead: collectives see to that.
+        if self.writing[rank] is not None or step > min(self.next_step) + 1:
+            return
+        image = self.book.begin(rank, self.run, step)
+        if image is None:
+            assert self.book.behind(rank)  # waits for somebody
+            return
+        latest = self.book.latest()
+        if latest is not None:
+            assert self.book.image(rank, latest) != image
+        self.contents[rank][image] = None
+        self.writing[rank] = image, step
+
+    @rule(rank=st.integers(0, 2))
+    def seal(self, rank: int) -> None:
+        rank %= self.world_size
+        writing = self.writing[rank]
+        if writing is None:
+            with pytest.raises(StandbyError):
+                self.book.seal(rank, self.run, self.next_step[rank])
+            return
+        image, step = writing
+        self.contents[rank][image] = (self.num_runs, step)
+        self.book.seal(rank, self.run, step)
+        self.sealed[rank].add((self.num_runs, step))
+        self.writing[rank] = None
+        self.next_step[rank] = step + 1
+
+    @rule(rank=st.integers(0, 2))
+    def drop(self, rank: int) -> None:
+        rank %= self.world_size
+        if self.writing[rank] is not None:
+            self.book.drop(rank, self.run)
+            self.writing[rank] = None
+
+    @precondition(lambda self: self.num_runs > 1)
+    @rule(rank=st.integers(0, 2), data=st.data())
+    def an_old_process_comes_back(self, rank: int, data: st.DataObject) -> None:
+        rank %= self.world_size
+        old = f"run {data.draw(st.integers(1, self.num_runs - 1))}"
+        before = repr(self.book.members)
+        for call in (
+            lambda: self.book.claim(rank, old),
+            lambda: self.book.begin(rank, old, 10**6),
+            lambda: self.book.seal(rank, old, 10**6),
+            lambda: self.book.drop(rank, old),
+            lambda: self.book.resume(rank, old, 0),
+        ):
+            with pytest.raises(FencedError):
+                call()
+        assert repr(self.book.members) == before
+
+    @rule(rank=st.integers(0, 2))
+    def a_process_reconnects(self, rank: int) -> None:
+        rank %= self.world_size
+        self.book.claim(rank, self.run)
+        self.writing[rank] = None
+
+    @property
+    def run(self) -> str:
+        return f"run {self.num_runs}"
+
+    @invariant()
+    def what_counts_was_sealed_by_all_and_is_held(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        latest = self.book.latest()
+        if latest is None:
+            return
+        for rank in range(self.world_size):
+            held = self.contents[rank][self.book.image(rank, latest)]
+            assert held is not None
+            assert held[1] == latest
+            assert held in self.sealed[rank]
+
+    @invariant()
+    def what_counts_never_goes_back_within_a_run(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        latest = self.book.latest()
+        if self.counted is not None:
+            assert latest is not None
+        ours = [step for step in range(max(self.next_step)) if all((self.num_runs, step) in s for s in self.sealed)]
+        if ours:  # the last step that every rank has sealed in this run
+            assert latest == ours[-1]
+        elif self.resumed is not None:
+            assert latest == self.resumed
+
+    @invariant()
+    def at_most_one_step_is_lost(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        with contextlib.suppress(StopIteration):
+            newest = min(step - 1 for step in self.next_step)
+            start = 0 if self.resumed is None else self.resumed + 1
+            if newest >= start:
+                assert self.book.latest() == newest
+
+
+Primaries.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPrimaries = Primaries.TestCase
+
+
+def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
+    book = Book(2)
+    for rank in range(2):
+        book.claim(rank, "a")
+        assert book.begin(rank, "a", 0) == 0
+        book.seal(rank, "a", 0)
+    assert book.begin(0, "a", 1) == 1
+    book.seal(0, "a", 1)
+    assert book.latest() == 0
+    assert book.begin(0, "a", 2) is None
+    assert book.behind(0) == [1]
+    assert book.begin(1, "a", 1) == 1
+    book.seal(1, "a", 1)
+    assert book.latest() == 1
+    assert book.begin(0, "a", 2) == 0
+
+
+def test_what_is_held_is_named() -> None:
+    book = Book(1)
+    book.claim(0, "a")
+    with pytest.raises(StandbyError, match="does not hold step 3 of rank 0, only nothing"):
+        book.image(0, 3)
+    book.begin(0, "a", 5)
+    book.seal(0, "a", 5)
+    with pytest.raises(StandbyError, match=r"only \[5\]"):
+        book.image(0, 3)

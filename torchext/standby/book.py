@@ -1,0 +1,144 @@
+"""Who may write which image, and which step counts: the rules of the standby, without memory, sockets or time.
+
+Each rank has two images. A step counts once every rank has sealed it whole, so the image that holds the step which
+counts is never written to, and a rank that is ahead waits for the others before it gives up its way back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchext.standby.errors import FencedError, NoStateError, StandbyError
+
+
+@dataclass(frozen=True, order=True)
+class Record:
+    """A whole image.
+
+    Attributes:
+        term: How many processes have owned the rank so far: orders what they wrote.
+        step: The step whose state it is.
+    """
+
+    term: int
+    step: int
+
+
+@dataclass
+class _Member:
+    run: str | None = None  # the process that owns the rank
+    term: int = 0
+    fenced: set[str] = field(default_factory=set)
+    images: list[Record | None] = field(default_factory=lambda: [None, None])
+    writing: tuple[int, int] | None = None  # image, step
+
+
+class Book:
+    """The records of one job. Not thread-safe: its owner holds a lock."""
+
+    def __init__(self, world_size: int) -> None:
+        self.members = [_Member() for _ in range(world_size)]
+
+    def claim(self, rank: int, run: str) -> int:
+        """Makes the process ``run`` the owner of a rank; the one before is fenced for good.
+
+        Returns:
+            The new term; the old one where this process is the owner already (it has reconnected).
+
+        Raises:
+            FencedError: Another process has taken over from this one.
+        """
+        member = self.members[rank]
+        if run in member.fenced:
+            raise FencedError(f"another process has taken over rank {rank} from this one; its state counts now")
+        if run != member.run:
+            if member.run is not None:
+                member.fenced.add(member.run)
+            member.run = run
+            member.term += 1
+        member.writing = None
+        return member.term
+
+    def resume(self, rank: int, run: str, step: int) -> None:
+        """Goes back to a step: what the rank wrote beyond it is another future, and does not count any more."""
+        member = self._owned(rank, run)
+        member.images = [record if record is None or record.step <= step else None for record in member.images]
+
+    def begin(self, rank: int, run: str, step: int) -> int | None:
+        """Starts to write an image.
+
+        Returns:
+            Which one, 0 or 1; None as long as it has to wait for other ranks (see `behind`).
+        """
+        member = self._owned(rank, run)
+        newest = self.newest(rank)
+        if newest is not None and newest.step != self.latest():
+            return None
+        kept = None if newest is None else member.images.index(newest)
+        image = 0 if kept is None else 1 - kept
+        member.images[image] = None
+        member.writing = image, step
+        return image
+
+    def seal(self, rank: int, run: str, step: int) -> None:
+        """Makes the image that is being written count, in one move."""
+        member = self._owned(rank, run)
+        if member.writing is None or member.writing[1] != step:
+            raise StandbyError(f"rank {rank} seals step {step}, but is writing {member.writing}")
+        member.images[member.writing[0]] = Record(member.term, step)
+        member.writing = None
+
+    def drop(self, rank: int, run: str) -> None:
+        """Gives up the image that is being written."""
+        self._owned(rank, run).writing = None
+
+    def newest(self, rank: int) -> Record | None:
+        """The rank's last whole image, whether or not the other ranks have one of that step."""
+        return max((record for record in self.members[rank].images if record is not None), default=None)
+
+    def latest(self) -> int | None:
+        """The step that counts: every rank has it whole. None before there is one."""
+        common = self._common()
+        return common[-1].step if common else None
+
+    def steps(self) -> list[int]:
+        """Every step that each rank holds whole, the one that counts last."""
+        return [record.step for record in self._common()]
+
+    def image(self, rank: int, step: int) -> int:
+        """Which image of a rank holds a step.
+
+        Raises:
+            NoStateError: None of them.
+        """
+        images = self.members[rank].images
+        found = [i for i, record in enumerate(images) if record is not None and record.step == step]
+        if not found:
+            held = [record.step for record in images if record is not None]
+            raise NoStateError(
+                f"the standby does not hold step {step} of rank {rank}, only {sorted(held) or 'nothing'}"
+            )
+        return max(found, key=lambda i: images[i] or Record(0, 0))
+
+    def behind(self, rank: int) -> list[int]:
+        """The ranks that have not sealed what this rank has."""
+        newest = self.newest(rank)
+        if newest is None:
+            return []
+        return [
+            other
+            for other, member in enumerate(self.members)
+            if not any(record is not None and record.step == newest.step for record in member.images)
+        ]
+
+    def _common(self) -> list[Record]:
+        """Of each step that all ranks hold, the record with the least term among them; in order."""
+        held = [{record.step: record for record in sorted(filter(None, m.images))} for m in self.members]
+        steps = set.intersection(*(set(records) for records in held))
+        return sorted(min(records[step] for records in held) for step in steps)
+
+    def _owned(self, rank: int, run: str) -> _Member:
+        member = self.members[rank]
+        if member.run != run:
+            raise FencedError(f"another process has taken over rank {rank} from this one; its state counts now")
+        return member

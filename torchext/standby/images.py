@@ -1,0 +1,220 @@
+"""The two images of a rank: memory of the standby, and how one becomes the next step."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torchext._native import standby as native
+from torchext.standby.arena import Arena, Slot
+from torchext.standby.changes import Changes, Rows
+from torchext.standby.errors import CorruptStateError, StandbyError
+
+
+class Budget:
+    """Bytes that all images of a standby may take together. Thread-safe."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0  # guarded by _lock
+        self._lock = threading.Lock()
+
+    def take(self, size_bytes: int) -> None:
+        """Reserves memory.
+
+        Raises:
+            StandbyError: It would be more than the limit.
+        """
+        with self._lock:
+            if self.limit_bytes is not None and self.used_bytes + size_bytes > self.limit_bytes:
+                raise StandbyError(
+                    f"the standby is out of memory: {size_bytes} bytes more are needed, {self.used_bytes} of "
+                    f"{self.limit_bytes} are in use (--memory); a job takes twice the size of its state"
+                )
+            self.used_bytes += size_bytes
+
+    def give_back(self, size_bytes: int) -> None:
+        """Returns what was taken."""
+        with self._lock:
+            self.used_bytes -= size_bytes
+
+
+@dataclass
+class Held:
+    """An entry of an image: its memory and its checksum."""
+
+    slot: Slot
+    checksum: int = 0
+
+
+@dataclass
+class Image:
+    """The state of one rank as of one step.
+
+    Attributes:
+        entries: By number.
+        tree: The pickle that refers to them.
+        record: Checksum over the step, the tree and the checksums of all entries; None while the image is not whole.
+        missing: What the other image has and this one lacks.
+    """
+
+    entries: dict[int, Held] = field(default_factory=dict)
+    tree: bytes = b""
+    step: int = -1
+    record: str | None = None
+    missing: Changes = field(default_factory=Changes)
+
+    def compute_record(self) -> str:
+        """What `record` has to be."""
+        entries = [(number, held.slot.size_bytes, held.checksum) for number, held in sorted(self.entries.items())]
+        return record_of(self.step, self.tree, entries)
+
+    def verify(self) -> None:
+        """Reads the whole image.
+
+        Raises:
+            CorruptStateError: Something is not as it was sealed.
+        """
+        if self.record is None or self.record != self.compute_record():
+            raise CorruptStateError(f"the commit record of step {self.step} does not fit its image")
+        for number, held in self.entries.items():
+            if native.checksum(held.slot.address, held.slot.size_bytes) != held.checksum:
+                raise CorruptStateError(
+                    f"entry {number} of step {self.step} has another checksum than when it was sealed"
+                )
+
+
+def record_of(step: int, tree: bytes, entries: Iterable[tuple[int, int, int]]) -> str:
+    """The commit record of a state: a digest of its step, its pickle, and (number, size, checksum) of each entry."""
+    digest = hashlib.blake2b(tree, digest_size=16)
+    digest.update(struct.pack("<q", step))
+    for number, size, checksum in entries:
+        digest.update(struct.pack("<qqQ", number, size, checksum))
+    return digest.hexdigest()
+
+
+class Source(Protocol):
+    """Where the entries of a training process can be read."""
+
+    def pull(self, changes: Changes, entries: dict[int, Held]) -> int:
+        """Brings what changed into ``entries`` and sets their checksums; returns how many bytes that were."""
+
+
+class Images:
+    """Both images of one rank. One thread at a time; `Rank` in daemon.py sees to it."""
+
+    def __init__(self, budget: Budget) -> None:
+        self.images = [Image(), Image()]
+        self._arena = Arena()
+        self._budget = budget
+
+    def write(self, index: int, step: int, tree: bytes, sizes: dict[int, int], changes: Changes, source: Source) -> int:
+        """Makes an image the state of ``step``, all but its record.
+
+        Args:
+            index: Which image; it is not whole from now until `seal`.
+            step: The step.
+            tree: The pickle.
+            sizes: Bytes of each entry that the state has now.
+            changes: Entries that differ from the other image.
+            source: Gives them.
+
+        Returns:
+            How many bytes came from the source.
+
+        Raises:
+            StandbyError: Out of memory.
+            OSError: The source is gone.
+        """
+        image, other = self.images[index], self.images[1 - index]
+        image.record = None
+        self._free(image, [number for number in image.entries if number not in sizes])
+        image.missing.forget([number for number in image.missing.whole if number not in sizes])
+        image.missing.forget([number for number in image.missing.rows if number not in sizes])
+        added = [number for number in sizes if number not in image.entries]
+        if added:
+            self._allocate(image, {number: sizes[number] for number in added})
+        unknown = [n for n in added if n not in changes.whole and n not in image.missing.whole & other.entries.keys()]
+        if unknown:
+            raise StandbyError(f"entries {unknown} are new and have not been sent whole")
+        try:
+            self._catch_up(image, other, changes)
+            num_bytes = source.pull(changes, image.entries)
+        except BaseException:
+            # Half written: none of it may be taken for the other image's contents.
+            image.missing.add_whole([*changes.whole, *changes.rows, *image.missing.rows])
+            raise
+        image.missing = Changes()
+        image.step, image.tree = step, tree
+        image.record = image.compute_record()
+        self._last_changes = changes
+        return num_bytes
+
+    def seal(self, index: int) -> None:
+        """The image counts from now on; the other one lacks what changed."""
+        self.images[1 - index].missing = self._last_changes
+
+    def drop(self, index: int) -> None:
+        """The image does not count; it is brought back to the other one when it is written next."""
+        image = self.images[index]
+        image.record = None
+        image.missing.add_whole([*self._last_changes.whole, *self._last_changes.rows])
+
+    def size_bytes(self) -> int:
+        """Of both images."""
+        return sum(held.slot.size_bytes for image in self.images for held in image.entries.values())
+
+    def close(self) -> None:
+        """Frees all memory."""
+        for image in self.images:
+            self._free(image, list(image.entries))
+        self._arena.close()
+
+    def _allocate(self, image: Image, sizes: dict[int, int]) -> None:
+        total = sum(sizes.values())
+        self._budget.take(total)
+        try:
+            self._arena.reserve(total, len(sizes))
+            for number, size in sizes.items():
+                image.entries[number] = Held(self._arena.allocate(size))
+        except OSError as error:
+            taken = sum(image.entries[number].slot.size_bytes for number in sizes if number in image.entries)
+            self._budget.give_back(total - taken)
+            raise StandbyError(f"the standby is out of memory: {total} bytes more: {error}") from error
+
+    def _free(self, image: Image, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            slot = image.entries.pop(number).slot
+            self._arena.free(slot)
+            self._budget.give_back(slot.size_bytes)
+
+    @staticmethod
+    def _catch_up(image: Image, other: Image, changes: Changes) -> None:
+        """Copies what this image lacks from the other one, but for what comes whole from the source."""
+        for number in image.missing.whole - changes.whole:
+            if number in other.entries:
+                held, newer = image.entries[number], other.entries[number]
+                held.checksum = native.copy(held.slot.address, newer.slot.address, held.slot.size_bytes)
+        for number, rows in image.missing.each_rows():
+            if number not in changes.whole:
+                copy_rows(image.entries[number], other.entries[number].slot.address, rows, packed=False)
+
+
+def copy_rows(held: Held, source: int, rows: Rows, *, packed: bool) -> int:
+    """Copies rows from the address of an entry, or of the rows alone, into an entry; returns their bytes."""
+    offsets, sizes = rows.ranges(held.slot.size_bytes)
+    change = native.copy_ranges(
+        held.slot.address,
+        source,
+        held.slot.size_bytes,
+        offsets.ctypes.data,
+        sizes.ctypes.data,
+        len(offsets),
+        packed,
+    )
+    held.checksum = (held.checksum + change) % (1 << 64)
+    return int(sizes.sum())

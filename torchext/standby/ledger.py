@@ -1,0 +1,352 @@
+"""Which tensors make up the state, where they live, and which of them changed since the last commit."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchext._native import standby as native
+from torchext.standby import tree as trees
+from torchext.standby.arena import Arena, Slot
+from torchext.standby.changes import Changes, Rows
+
+
+@dataclass(eq=False)
+class Entry:
+    """Bytes of the state that travel as one.
+
+    Attributes:
+        number: Its name on the wire; never used twice.
+        slot: Where its bytes lie.
+        name: For messages.
+        tensor: The tensor that was adopted; None for a copy made at each commit.
+        version: Autograd's count of changes to the tensor when its bytes were last accounted for.
+    """
+
+    number: int
+    slot: Slot
+    name: str
+    tensor: torch.Tensor | None = None
+    version: int = 0
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One commit, as the standby gets it.
+
+    Attributes:
+        tree: The pickle of the state, which refers to entries.
+        added: Entries that the standby does not know yet.
+        removed: Numbers of those that are no more.
+        changes: What differs from the publication before that was sealed.
+    """
+
+    tree: bytes
+    added: list[Entry]
+    removed: list[int]
+    changes: Changes
+
+
+# Optimizers that touch only the rows that a sparse gradient names, and when.
+def _keeps_to_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    kind = type(optimizer)
+    if kind is torch.optim.SparseAdam:
+        return True
+    if kind is torch.optim.SGD:
+        return not group["momentum"] and not group["weight_decay"]
+    return kind is torch.optim.Adagrad and not group["weight_decay"]
+
+
+class Ledger:
+    """The entries of one training process. Not thread-safe.
+
+    Parameters and moments of the optimizers are *adopted*: moved into shared memory, where they are changed in place
+    and read by the standby. So are the other parameters of the modules as long as nobody changes them. All other
+    tensors of the state are compared with a copy at each commit.
+
+    Args:
+        modules: Whose parameters to adopt.
+        optimizers: Whose parameters and moments to adopt.
+        huge_pages: See `Arena`.
+        track_rows: Whether rows of sparse gradients are told apart.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        *,
+        huge_pages: bool | None,
+        track_rows: bool,
+    ) -> None:
+        self.modules = modules
+        self.optimizers = optimizers
+        self._track_rows = track_rows
+        self._arena = Arena(huge_pages=huge_pages)
+        # Numbers start anywhere, so that they differ from those of the process before, whose images may be in use.
+        self._next_number = secrets.randbits(40) << 20
+        self._known: dict[int, Entry] = {}  # what the standby knows, by number
+        # By (id of the parameter, -1, ""), and its moments by (id, position of the optimizer, name).
+        self._owned: dict[tuple[int, int, str], Entry] = {}
+        self._frozen: dict[int, Entry] = {}  # id of a parameter that no optimizer owns
+        self._restless: set[int] = set()  # ids of such parameters that somebody changes all the same
+        self._parameters: dict[int, torch.Tensor] = {}  # keeps the ids valid
+        self._by_address: dict[int, Entry] = {}
+        self._copies: list[Entry] = []  # in the order in which they are met
+        self._num_copies = 0  # met so far in this commit
+        self._pending = Changes()  # since the last commit that was sealed
+        self._sizes: dict[int, int] = {}
+        self._added: dict[int, Entry] = {}
+        self._removed: list[int] = []
+
+    # --- what the optimizers do ---
+
+    def mark_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes what an optimizer has just changed; call it before the gradients are cleared."""
+        for group in optimizer.param_groups:
+            rows_only = self._track_rows and _keeps_to_rows(optimizer, group)
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is None:
+                    continue
+                entries = self._entries_of(parameter, optimizer)
+                if rows_only and grad.layout == torch.sparse_coo and grad.sparse_dim() == 1:
+                    indices = np.unique(grad._indices()[0].numpy())
+                    for entry in entries:
+                        self._mark_rows(entry, parameter, indices)
+                else:
+                    self._pending.add_whole(entry.number for entry in entries)
+                for entry in entries:
+                    assert entry.tensor is not None
+                    entry.version = entry.tensor._version
+
+    def _entries_of(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[Entry]:
+        key = id(parameter)
+        position = next(i for i, each in enumerate(self.optimizers) if each is optimizer)
+        found = [self._owned.get((key, -1, ""))]
+        found += [self._owned.get((key, position, name)) for name in optimizer.state.get(parameter, ())]
+        return [entry for entry in found if entry is not None]
+
+    def _mark_rows(self, entry: Entry, parameter: torch.Tensor, indices: Any) -> None:
+        assert entry.tensor is not None
+        if entry.tensor.shape == parameter.shape and entry.tensor.is_contiguous():
+            row_bytes = entry.slot.size_bytes // parameter.shape[0]
+            self._pending.add_rows(entry.number, Rows(row_bytes, indices), entry.slot.size_bytes)
+        else:
+            self._pending.add_whole([entry.number])
+
+    def written_since(self) -> list[Entry]:
+        """Adopted entries that somebody has changed in place since they were last accounted for."""
+        written = [
+            entry
+            for entries in (self._owned, self._frozen)
+            for entry in entries.values()
+            if entry.tensor is not None and entry.tensor._version != entry.version
+        ]
+        self._pending.add_whole(entry.number for entry in written)
+        for entry in written:
+            assert entry.tensor is not None
+            entry.version = entry.tensor._version
+        return written
+
+    # --- commits ---
+
+    def publish(self, collect: Callable[[], Any]) -> Publication:
+        """Adopts what is new, copies what is not adopted, and says what changed.
+
+        Args:
+            collect: Gives the tree of the state. Called after the adoption: the tree's tensors are further users of
+                the memory, which would keep it from being moved.
+        """
+        self._adopt_all()
+        self._num_copies = 0
+        data = trees.dump(collect(), self._find, self._copy)
+        for entry in self._copies[self._num_copies :]:
+            self._remove(entry)
+        del self._copies[self._num_copies :]
+        added, removed = list(self._added.values()), self._removed
+        self._added, self._removed = {}, []
+        self._known.update((entry.number, entry) for entry in added)
+        changes, self._pending = self._pending, Changes()
+        return Publication(data, added, removed, changes)
+
+    def take_back(self, publication: Publication) -> None:
+        """A publication was not sealed: what it would have brought belongs to the next one."""
+        publication.changes.forget(number for number in list(publication.changes.whole) if number not in self._known)
+        publication.changes.forget(number for number in list(publication.changes.rows) if number not in self._known)
+        self._pending.merge(publication.changes, self._sizes)
+
+    def renew(self) -> None:
+        """The standby knows nothing: the next publication brings everything."""
+        everything = [*self._owned.values(), *self._frozen.values(), *self._copies]
+        self._pending = Changes()
+        self._pending.add_whole(entry.number for entry in everything)
+        self._added = {entry.number: entry for entry in everything}
+        self._removed = []
+        self._known.clear()
+
+    def entry(self, number: int) -> torch.Tensor:
+        """The bytes of an entry: (size,) uint8. From any thread, between a publication and the next."""
+        return self._known[number].slot.base
+
+    @property
+    def arena_bytes(self) -> int:
+        """Shared memory in use."""
+        return self._arena.size_bytes
+
+    def close(self) -> None:
+        """Gives up the files of the shared memory; the tensors stay where they are."""
+        self._arena.close()
+
+    def _find(self, tensor: torch.Tensor) -> int | None:
+        entry = self._by_address.get(tensor.data_ptr())
+        if entry is None or entry.slot.size_bytes != tensor.nbytes or not _is_dense(tensor):
+            return None
+        return entry.number
+
+    def _copy(self, tensor: torch.Tensor) -> int:
+        """Brings a contiguous tensor into the next copy; returns its number."""
+        position = self._num_copies
+        self._num_copies += 1
+        if position < len(self._copies) and self._copies[position].slot.size_bytes != tensor.nbytes:
+            self._remove(self._copies[position])
+            self._copies[position] = self._new_entry(tensor.nbytes, f"tensor {position} of the state")
+        elif position == len(self._copies):
+            self._copies.append(self._new_entry(tensor.nbytes, f"tensor {position} of the state"))
+        entry = self._copies[position]
+        host = tensor.cpu()
+        if native.update(entry.slot.address, host.data_ptr(), entry.slot.size_bytes):
+            self._pending.add_whole([entry.number])
+        return entry.number
+
+    def _new_entry(self, size_bytes: int, name: str) -> Entry:
+        entry = Entry(self._next_number, self._arena.allocate(size_bytes), name)
+        self._next_number += 1
+        self._sizes[entry.number] = size_bytes
+        self._added[entry.number] = entry
+        self._pending.add_whole([entry.number])
+        return entry
+
+    def _remove(self, entry: Entry) -> None:
+        self._arena.free(entry.slot)
+        del self._sizes[entry.number]
+        self._pending.forget([entry.number])
+        if self._added.pop(entry.number, None) is None:
+            self._removed.append(entry.number)
+            self._known.pop(entry.number, None)
+
+    # --- adoption ---
+
+    def _adopt_all(self) -> None:
+        owned: set[tuple[int, int, str]] = set()
+        owners: set[int] = set()
+        fresh: list[tuple[dict[Any, Entry], Any, str, torch.Tensor, dict[str, Any] | None]] = []
+        for i, optimizer in enumerate(self.optimizers):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    key = (id(parameter), -1, "")
+                    owners.add(key[0])
+                    self._look_at(self._owned, key, f"parameter of optimizer {i}", parameter, None, owned, fresh)
+                    moments = optimizer.state.get(parameter)
+                    if moments:
+                        for name, value in moments.items():
+                            if isinstance(value, torch.Tensor) and value.ndim:
+                                moment = (key[0], i, name)
+                                self._look_at(
+                                    self._owned, moment, f"{name} of optimizer {i}", value, moments, owned, fresh
+                                )
+        frozen: set[int] = set()
+        for name, module in self.modules.items():
+            for path, parameter in module.named_parameters():
+                if id(parameter) not in owners and id(parameter) not in self._restless:
+                    self._look_at(self._frozen, id(parameter), f"{name}.{path}", parameter, None, frozen, fresh)
+        self._forget_all_but(self._owned, owned)
+        self._forget_all_but(self._frozen, frozen)
+        if fresh:
+            self._arena.reserve(sum(tensor.nbytes for *_, tensor, _ in fresh), len(fresh))
+            for entries, key, name, tensor, moments in fresh:
+                self._adopt(entries, key, name, tensor, moments)
+        for entry in self.written_since():
+            # A parameter of no optimizer that changes all the same is copied from now on.
+            for identity, frozen_entry in list(self._frozen.items()):
+                if frozen_entry is entry and entry.tensor is not None and entry.number in self._known:
+                    self._restless.add(identity)
+                    self._parameters[identity] = entry.tensor
+                    self._forget_all_but(self._frozen, self._frozen.keys() - {identity})
+
+    def _look_at(
+        self,
+        entries: dict[Any, Entry],
+        key: Any,
+        name: str,
+        tensor: torch.Tensor,
+        moments: dict[str, Any] | None,
+        seen: set[Any],
+        fresh: list[Any],
+    ) -> None:
+        """Sees whether a tensor is where it was; else notes it in ``fresh`` if it can be adopted."""
+        entry = entries.get(key)
+        if entry is not None and entry.slot.address == tensor.data_ptr() and entry.tensor is tensor:
+            seen.add(key)
+        elif _can_be_adopted(tensor):
+            seen.add(key)
+            fresh.append((entries, key, name, tensor, moments))
+
+    def _adopt(
+        self, entries: dict[Any, Entry], key: Any, name: str, tensor: torch.Tensor, moments: dict[str, Any] | None
+    ) -> None:
+        entry = entries.get(key)
+        if entry is not None:
+            entry.tensor = None  # it may be the last user of the slot
+        if entry is None or entry.slot.size_bytes != tensor.nbytes or entry.slot.is_shared():
+            if entry is not None:
+                self._forget_all_but(entries, entries.keys() - {key})
+            entry = entries[key] = self._new_entry(tensor.nbytes, name)
+        self._by_address[entry.slot.address] = entry
+        place = trees.view(entry.slot.base, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        place.copy_(tensor.detach())
+        if moments is None:
+            tensor.data = place
+            entry.tensor = tensor
+        else:
+            entry.tensor = moments[key[2]] = place
+        entry.version = entry.tensor._version
+        self._pending.add_whole([entry.number])
+
+    def _forget_all_but(self, entries: dict[Any, Entry], kept: Iterable[Any]) -> None:
+        if len(entries) == len(kept := set(kept)):
+            return
+        for key in [key for key in entries if key not in kept]:
+            entry = entries.pop(key)
+            entry.tensor = None
+            del self._by_address[entry.slot.address]
+            self._remove(entry)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie in memory without gaps and overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _can_be_adopted(tensor: torch.Tensor) -> bool:
+    """Whether it may move: nothing else may look at its memory, as a view of it would be left behind."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+        return False
+    if tensor.layout != torch.strided or tensor.is_inference() or tensor.is_quantized or tensor.is_conj():
+        return False
+    if tensor.nbytes <= trees.INLINE_BYTES or tensor.storage_offset() != 0 or not _is_dense(tensor):
+        return False
+    storage = tensor.untyped_storage()
+    # Two users: the tensor and the Python object `storage`.
+    return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) == 2

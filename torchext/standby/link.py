@@ -1,0 +1,350 @@
+"""The training process's connection to its standby."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from torchext._native import standby as native
+from torchext.standby import tree as trees
+from torchext.standby import wire
+from torchext.standby.arena import Segment
+from torchext.standby.daemon import boot_id
+from torchext.standby.errors import CorruptStateError, StandbyError, StandbyLostError
+from torchext.standby.images import record_of
+from torchext.standby.ledger import Publication
+from torchext.standby.source import serve
+
+_LOCAL_LINGER_S = 600.0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a training process is to a standby.
+
+    Attributes:
+        job: Name of the job, the same after a restart.
+        rank: Its rank.
+        world_size: Number of ranks.
+        run: Different for each process.
+    """
+
+    job: str
+    rank: int
+    world_size: int
+    run: str
+
+    @classmethod
+    def of_this_process(cls, job: str, rank: int, world_size: int) -> Identity:
+        """A new run."""
+        return cls(job, rank, world_size, uuid.uuid4().hex)
+
+
+@dataclass(frozen=True)
+class State:
+    """A state as it was committed.
+
+    Attributes:
+        step: Of which step.
+        world_size: Of how many ranks.
+        tree: The state; its tensors are its own and on the CPU.
+    """
+
+    step: int
+    world_size: int
+    tree: Any
+
+
+class Link:
+    """One connection; made by `open_link`. Not thread-safe.
+
+    Attributes:
+        transport: ``"local"`` or ``"tcp"``.
+        committed: The step that counts, as far as this process has heard.
+        bytes_pulled: What the standby has read in all.
+    """
+
+    def __init__(self, sock: socket.socket, address: str, identity: Identity, timeout_s: float, is_local: bool) -> None:
+        self._sock = sock
+        self._address = address
+        self._identity = identity
+        self._timeout_s = timeout_s
+        self._threads: list[threading.Thread] = []
+        self._streams: list[socket.socket] = []
+        self._fault: Exception | None = None  # of a sending thread
+        self._data = memoryview(b"")  # what came with the last answer
+        self._inbox: list[tuple[dict[str, Any], memoryview]] = []  # came before it was waited for
+        self.transport = "local" if is_local else "tcp"
+        self.committed: int | None = None
+        self.bytes_pulled = 0
+
+    def claim(self, *, take_over: bool, num_streams: int, find: Callable[[int], torch.Tensor]) -> None:
+        """Becomes the owner of the rank, and opens the data streams where there are to be any.
+
+        Raises:
+            StandbyError: Another process owns it and is connected, or the standby refuses for another reason.
+        """
+        streams = num_streams if self.transport == "tcp" else 0
+        words = {"op": "claim", "take_over": take_over, "transport": self.transport, "streams": streams}
+        wire.send(self._sock, words)
+        answer = self._answer("term")
+        if answer["steps"]:
+            self.committed = answer["steps"][-1]
+        for _ in range(streams):
+            stream = wire.connect(self._address, self._timeout_s)
+            self._streams.append(stream)
+            wire.greet(stream, {"role": "data", **self._names()})
+            stream.settimeout(None)  # it rests between two commits; `close` ends it
+            thread = threading.Thread(
+                target=self._serve, args=(stream, find), name="torchext-standby-stream", daemon=True
+            )
+            thread.start()
+            self._threads.append(thread)
+
+    def resume(self, step: int) -> None:
+        """What this rank committed beyond the step does not count any more."""
+        wire.send(self._sock, {"op": "resume", "step": step})
+
+    def publish(self, step: int, publication: Publication) -> None:
+        """Tells the standby what to pull; does not wait."""
+        changes, data = publication.changes.to_wire()
+        added = [
+            [e.number, e.slot.size_bytes, e.slot.segment.descriptor, e.slot.offset, e.slot.segment.nonce.hex()]
+            for e in publication.added
+        ]
+        words = {
+            "op": "commit",
+            "step": step,
+            "added": added,
+            "removed": publication.removed,
+            "changes": changes,
+            "tree_bytes": len(publication.tree),
+        }
+        wire.send(self._sock, words, publication.tree + data)
+
+    def wait_pulled(self, step: int) -> None:
+        """Blocks until the standby has everything of the step, or the timeout has passed."""
+        answer = self._answer("pulled", step)
+        self.bytes_pulled += answer["bytes"]
+
+    def seal(self, step: int) -> None:
+        """The step, pulled whole, is to count; does not wait."""
+        wire.send(self._sock, {"op": "seal", "step": step})
+
+    def wait_committed(self, step: int) -> None:
+        """Blocks until the step counts: all ranks have sealed it."""
+        while self.committed is None or self.committed < step:
+            self._answer("committed")
+
+    def drop(self, step: int) -> None:
+        """The step is not to count; does not wait."""
+        wire.send(self._sock, {"op": "drop", "step": step})
+
+    def fetch(self, step: int | None) -> State:
+        """The state of a step, by default of the one that counts."""
+        wire.send(self._sock, {"op": "fetch", "step": step})
+        words = self._answer("entries")
+        return _receive_state(self._sock, words, self._data)
+
+    def check(self) -> None:
+        """Raises what a sending thread met, or what the standby has said, without waiting."""
+        if self._fault is not None:
+            raise self._fault
+        while _readable(self._sock):
+            self._inbox.append(wire.receive(self._sock))
+            self._take_note(self._inbox[-1][0])
+
+    def close(self) -> None:
+        """Ends the connection and its threads. Idempotent."""
+        for sock in [self._sock, *self._streams]:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _names(self) -> dict[str, Any]:
+        i = self._identity
+        return {"job": i.job, "rank": i.rank, "world_size": i.world_size, "run": i.run}
+
+    def _serve(self, stream: socket.socket, find: Callable[[int], torch.Tensor]) -> None:
+        try:
+            serve(stream, find)
+        except OSError:
+            pass  # the connection ended; the control connection says why
+        except (CorruptStateError, KeyError, ValueError, RuntimeError) as error:
+            self._fault = error
+            with contextlib.suppress(OSError):  # so that the standby, and a gate that waits for it, notice
+                stream.shutdown(socket.SHUT_RDWR)
+
+    def _answer(self, key: str, step: int | None = None) -> dict[str, Any]:
+        """The next message that has ``key``, for this step."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            if self._inbox:
+                words, self._data = self._inbox.pop(0)
+            else:
+                words, self._data = self._receive(deadline, key if step is None else f"{key} of step {step}")
+                self._take_note(words)
+            if key in words and (step is None or words[key] == step):
+                return words
+
+    def _receive(self, deadline: float, what: str) -> tuple[dict[str, Any], memoryview]:
+        self._sock.settimeout(max(0.001, deadline - time.monotonic()))
+        try:
+            return wire.receive(self._sock)
+        except TimeoutError as error:
+            raise TimeoutError(f"no answer ({what}) within {self._timeout_s:g} s") from error
+        finally:
+            self._sock.settimeout(self._timeout_s)
+
+    def _take_note(self, words: dict[str, Any]) -> None:
+        if "committed" in words:
+            self.committed = words["committed"]
+        wire.raised(words)
+
+
+def _readable(sock: socket.socket) -> bool:
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def open_link(address: str, identity: Identity, *, transport: str, timeout_s: float) -> Link:
+    """Connects to a standby; starts one where the address is "local" and there is none.
+
+    Raises:
+        OSError: Nobody answers.
+        StandbyError: The standby refuses, or ``transport`` is not possible.
+    """
+    sock = _connect_or_start(address, timeout_s)
+    probe = None if transport == "tcp" else Segment(1, huge_pages=False)
+    try:
+        welcome = wire.greet(
+            sock,
+            {
+                "role": "primary",
+                "job": identity.job,
+                "rank": identity.rank,
+                "world_size": identity.world_size,
+                "run": identity.run,
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "boot_id": boot_id(),
+                "probe": None if probe is None else {"descriptor": probe.descriptor, "nonce": probe.nonce.hex()},
+            },
+        )
+        if transport == "local" and not welcome["local"]:
+            raise StandbyError(
+                f"transport='local': the standby at {address} cannot read the memory of this process; it has to run "
+                "on this host, in the same pid namespace, as the same user; or use transport='tcp'"
+            )
+        if address == wire.LOCAL and not welcome["local"]:
+            raise StandbyError("the local standby cannot read the memory of this process (another pid namespace?)")
+        return Link(sock, address, identity, timeout_s, welcome["local"])
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        if probe is not None:
+            probe.close()
+
+
+def _connect_or_start(address: str, timeout_s: float) -> socket.socket:
+    try:
+        return wire.connect(address, timeout_s)
+    except ConnectionRefusedError:
+        if address != wire.LOCAL:
+            raise
+    # It has to outlive this process, so it puts itself into the background, in a session of its own.
+    words = ["--listen", wire.LOCAL, "--background", "--linger", str(_LOCAL_LINGER_S)]
+    command = [sys.executable, "-m", "torchext", "standby", *words]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        return wire.connect(address, timeout_s)  # even where it failed: another process may have been faster
+    except ConnectionRefusedError as error:
+        raise StandbyLostError(f"starting a standby on this host failed: {done.stderr.strip()}") from error
+
+
+def fetch(address: str, job: str, *, rank: int = 0, step: int | None = None, timeout_s: float = 60.0) -> State:
+    """Reads a state from a standby, without becoming its training process.
+
+    Args:
+        address: ``host:port`` or "local".
+        job: Name of the job.
+        rank: Whose state.
+        step: None: the one that counts.
+        timeout_s: For the connection and between any two packets.
+
+    Raises:
+        NoStateError: The standby does not hold it.
+        StandbyError: It cannot be reached, or what it sent is not what was committed.
+    """
+
+    def ask(sock: socket.socket) -> State:
+        wire.send(sock, {"op": "fetch", "job": job, "rank": rank, "step": step})
+        words, data = wire.receive(sock)
+        return _receive_state(sock, wire.raised(words), data)
+
+    return _as_reader(address, timeout_s, ask)
+
+
+def status(address: str, *, timeout_s: float = 10.0) -> dict[str, Any]:
+    """What a standby holds, as ``torchext standby status --json`` prints it."""
+
+    def ask(sock: socket.socket) -> dict[str, Any]:
+        wire.send(sock, {"op": "status"})
+        return wire.raised(wire.receive(sock)[0])
+
+    return _as_reader(address, timeout_s, ask)
+
+
+def remove(address: str, job: str, *, timeout_s: float = 10.0) -> None:
+    """Makes a standby forget a job."""
+
+    def ask(sock: socket.socket) -> None:
+        wire.send(sock, {"op": "remove", "job": job})
+        wire.raised(wire.receive(sock)[0])
+
+    _as_reader(address, timeout_s, ask)
+
+
+_Answer = TypeVar("_Answer")
+
+
+def _as_reader(address: str, timeout_s: float, ask: Callable[[socket.socket], _Answer]) -> _Answer:
+    try:
+        with wire.connect(address, timeout_s) as sock:
+            wire.greet(sock, {"role": "reader"})
+            return ask(sock)
+    except OSError as error:
+        raise StandbyLostError(
+            f"the standby at {address} cannot be reached: {error or type(error).__name__}"
+        ) from error
+
+
+def _receive_state(sock: socket.socket, words: dict[str, Any], tree: memoryview) -> State:
+    entries: dict[int, torch.Tensor] = {}
+    for number, size, checksum in words["entries"]:
+        entry = torch.empty(size, dtype=torch.uint8)
+        wire.receive_into(sock, entry.numpy().data)
+        if native.checksum(entry.data_ptr(), size) != checksum:
+            raise CorruptStateError(
+                f"entry {number} of step {words['step']} has another checksum than when it was sealed"
+            )
+        entries[number] = entry
+    if record_of(words["step"], bytes(tree), words["entries"]) != words["record"]:
+        raise CorruptStateError(f"the commit record of step {words['step']} does not fit its state")
+    return State(words["step"], words["world_size"], trees.load(bytes(tree), entries.__getitem__))

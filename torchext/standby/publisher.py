@@ -1,0 +1,327 @@
+"""When the standby may read and when the optimizers may write: commits, the gate, and what to do in trouble."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+
+from torchext._optional import require_native
+from torchext.standby.errors import CorruptStateError, FencedError, NoStateError, StandbyError, StandbyLostError
+
+require_native()
+
+from torchext.standby.ledger import Ledger, Publication  # noqa: E402
+from torchext.standby.link import Identity, Link, State, open_link  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+Mode = Literal["lag1", "rpo0"]
+Tracking = Literal["owner", "rows", "auto"]
+Transport = Literal["auto", "local", "tcp"]
+OnStandbyLoss = Literal["degrade", "raise"]
+
+_RETRY_S = 2.0
+
+
+class StandbyLostWarning(UserWarning):
+    """Training goes on without a standby."""
+
+
+class Publisher:
+    """Replicates the state of one training process.
+
+    Made by `Replicator` and by the Lightning callback, which know what the state is. All methods belong to the thread
+    that trains.
+
+    Attributes:
+        step: The last step that was published; None before the first.
+        stalled_s: How long training has waited for the standby in all, in seconds.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, torch.nn.Module],
+        optimizers: list[torch.optim.Optimizer],
+        *,
+        standby: str,
+        identity: Identity,
+        mode: Mode,
+        tracking: Tracking,
+        transport: Transport,
+        on_standby_loss: OnStandbyLoss,
+        timeout: float | timedelta,
+        num_streams: int,
+        huge_pages: bool | None,
+        gate_in_optimizers: bool,
+    ) -> None:
+        for name, value, choices in (
+            ("mode", mode, ("lag1", "rpo0")),
+            ("tracking", tracking, ("owner", "rows", "auto")),
+            ("transport", transport, ("auto", "local", "tcp")),
+            ("on_standby_loss", on_standby_loss, ("degrade", "raise")),
+        ):
+            if value not in choices:
+                raise ValueError(f"{name} has to be one of {', '.join(choices)}, got {value!r}")
+        self.ledger = Ledger(modules, optimizers, huge_pages=huge_pages, track_rows=tracking != "owner")
+        self.step: int | None = None
+        self.stalled_s = 0.0
+        self._standby = standby
+        self._identity = identity
+        self._mode = mode
+        self._transport = transport
+        self._on_standby_loss = on_standby_loss
+        self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
+        self._num_streams = num_streams
+        self._link: Link | None = None
+        self._in_flight: tuple[int, Publication] | None = None
+        self._bytes_before = 0  # of links that are gone
+        self._committed_before: int | None = None
+        self._reconnect: _Reconnect | None = None
+        self._closed = False
+        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        if gate_in_optimizers:
+            self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+
+    # --- the user's calls ---
+
+    def resume(self, step: int | None = None) -> State | None:
+        """Takes over the rank and fetches its state.
+
+        Args:
+            step: None: the step that counts.
+
+        Returns:
+            None where the standby holds no state.
+
+        Raises:
+            StandbyError: The standby cannot be reached, or refuses.
+        """
+        try:
+            link: Link = self._linked(take_over=True)
+            try:
+                state = link.fetch(step)
+            except NoStateError:
+                return None
+            link.resume(state.step)
+        except OSError as error:
+            raise StandbyLostError(f"the standby at {self._standby} cannot be reached: {error}") from error
+        return state
+
+    def publish(self, step: int, collect: Callable[[], Any]) -> None:
+        """Commits the state of a step: lets the standby pull it, and in mode rpo0 waits until it counts.
+
+        Args:
+            step: The step; more than the one before.
+            collect: Gives the tree of the state; called if there is a standby.
+
+        Raises:
+            FencedError: Another process has taken over.
+            StandbyLostError: With ``on_standby_loss="raise"``.
+        """
+        if self._closed:
+            raise StandbyError("commit() after close()")
+        if self.step is not None and step <= self.step:
+            raise ValueError(f"steps have to grow: {step} after {self.step}")
+        self.gate()  # of the commit before, where no optimizer has stepped since
+        try:
+            link = self._linked(take_over=False)
+            if link is None:
+                self.step = step
+                return
+            link.check()
+            publication = self.ledger.publish(collect)
+            self._in_flight = step, publication
+            link.publish(step, publication)
+            self.step = step
+            if self._mode == "rpo0":
+                self.gate()
+                if self._link is not None:
+                    self._timed(lambda: link.wait_committed(step))
+        except FencedError:
+            self._unlink()
+            raise
+        except (OSError, StandbyError) as error:
+            self.step = step
+            self._lose(error)
+
+    def gate(self) -> None:
+        """Returns once the optimizers may change what they own: the standby has pulled it.
+
+        Raises:
+            FencedError: Another process has taken over.
+            StandbyLostError: With ``on_standby_loss="raise"``: the standby is gone, or did not end within the timeout.
+        """
+        if self._in_flight is None or self._link is None:
+            return
+        step, publication = self._in_flight
+        link = self._link
+        try:
+            link.check()
+            self._timed(lambda: link.wait_pulled(step))
+            written = self.ledger.written_since()
+            self._in_flight = None
+            if written:
+                # It may have been written while it was pulled: what the standby has may be of no step at all.
+                link.drop(step)
+                self.ledger.take_back(publication)
+                logger.warning(
+                    "step %d is not committed: %s was changed between commit() and the optimizer's step; commit after "
+                    "such changes",
+                    step,
+                    ", ".join(entry.name for entry in written[:3]),
+                )
+            else:
+                link.seal(step)
+        except FencedError:
+            self._unlink()
+            raise
+        except (OSError, StandbyError) as error:
+            self._lose(error)
+
+    def close(self) -> None:
+        """Lets the standby finish the last commit, then ends the connection. The tensors stay where they are.
+
+        Idempotent; raises nothing that has to do with the standby: there is no more to save.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
+        link = self._link
+        step = None if self._in_flight is None else self._in_flight[0]
+        try:
+            self.gate()
+            if self._link is not None and link is not None and step is not None:
+                link.wait_committed(step)
+        except (StandbyError, OSError) as error:
+            logger.warning("the last commit may be lost: %s", error)
+        self._unlink()
+        if self._reconnect is not None:
+            self._reconnect.cancel()
+        self.ledger.close()
+
+    @property
+    def bytes_pulled(self) -> int:
+        """What standbys have read in all."""
+        return self._bytes_before + (0 if self._link is None else self._link.bytes_pulled)
+
+    @property
+    def committed(self) -> int | None:
+        """The step that counts, as far as this process has heard."""
+        return self._committed_before if self._link is None else self._link.committed
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a standby."""
+        return self._link is not None
+
+    # --- within ---
+
+    def _before_step(self, *_: Any) -> None:
+        self.gate()
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.ledger.mark_step(optimizer)
+
+    def _timed(self, wait: Any) -> None:
+        start = time.perf_counter()
+        try:
+            wait()
+        finally:
+            self.stalled_s += time.perf_counter() - start
+
+    def _linked(self, *, take_over: bool) -> Any:
+        """The link, claimed; None while there is none and training goes on without."""
+        if self._link is not None:
+            return self._link
+        if self._reconnect is None:
+            link = self._open()
+        else:
+            found = self._reconnect.result()
+            if found is None:
+                return None
+            link = found
+            logger.info("the standby at %s is back; the next commit brings it the whole state", self._standby)
+        try:
+            link.claim(take_over=take_over, num_streams=self._num_streams, find=self.ledger.entry)
+        except BaseException:
+            link.close()
+            raise
+        self._reconnect = None
+        self._link = link
+        self.ledger.renew()
+        return link
+
+    def _open(self) -> Link:
+        return open_link(self._standby, self._identity, transport=self._transport, timeout_s=self._timeout_s)
+
+    def _lose(self, error: Exception) -> None:
+        """No standby any more: raises, or goes on and looks for it in the background."""
+        was_known = self._reconnect is not None
+        self._unlink()
+        message = (
+            f"rank {self._identity.rank} of job {self._identity.job!r} has lost its standby at {self._standby} at step "
+            f"{self.step}: {error or type(error).__name__}"
+        )
+        if self._on_standby_loss == "raise":
+            raise StandbyLostError(message) from error
+        if not was_known:
+            warnings.warn(
+                f"{message}; training goes on without, and catches up when it is back", StandbyLostWarning, stacklevel=4
+            )
+        if not self._closed:
+            self._reconnect = _Reconnect(self._open)
+
+    def _unlink(self) -> None:
+        if self._link is not None:
+            self._bytes_before += self._link.bytes_pulled
+            self._committed_before = self._link.committed
+            self._link.close()
+        self._link = None
+        self._in_flight = None
+
+
+class _Reconnect:
+    """Tries to open a link in a thread of its own, again and again, until it has one or is cancelled."""
+
+    def __init__(self, open_one: Any) -> None:
+        self._open = open_one
+        self._lock = threading.Lock()
+        self._link: Link | None = None  # guarded by _lock
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchext-standby-reconnect", daemon=True)
+        self._thread.start()
+
+    def result(self) -> Link | None:
+        """The link, once there is one; it is the caller's then."""
+        with self._lock:
+            link, self._link = self._link, None
+        if link is not None:
+            self._thread.join()
+        return link
+
+    def cancel(self) -> None:
+        """Stops trying. Waits for the attempt under way, which has a timeout."""
+        self._cancelled.set()
+        self._thread.join()
+        if self._link is not None:
+            self._link.close()
+
+    def _run(self) -> None:
+        while not self._cancelled.wait(_RETRY_S):
+            try:
+                link = self._open()
+            except (OSError, StandbyError, CorruptStateError) as error:
+                logger.debug("no standby yet: %s", error)
+                continue
+            with self._lock:
+                self._link = link
+            return

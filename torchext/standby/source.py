@@ -1,0 +1,229 @@
+"""Reading the entries of a training process: out of its shared memory, or over TCP streams."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchext._native import standby as native
+from torchext.standby import wire
+from torchext.standby.changes import Changes, Rows
+from torchext.standby.errors import CorruptStateError, StandbyError
+from torchext.standby.images import Held, copy_rows
+
+_CHUNK_BYTES = 8 << 20
+PIECE = struct.Struct("<QQQ")  # entry, bytes, checksum of the bytes that follow
+
+
+class SharedMemory:
+    """Segments of another process of this host, mapped for reading. They stay readable when that process dies.
+
+    Args:
+        pid: The process, as this one sees it.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._mapped: dict[int, tuple[mmap.mmap, int]] = {}  # by descriptor: memory, address
+
+    def open(self, descriptor: int, nonce: bytes) -> int:
+        """Maps a segment, once; returns its address.
+
+        Raises:
+            OSError: This process may not, or the other one is gone.
+            StandbyError: It is not the segment that it is said to be.
+        """
+        if descriptor not in self._mapped:
+            file = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            try:
+                if os.pread(file, len(nonce), 0) != nonce:
+                    raise StandbyError(f"descriptor {descriptor} of process {self._pid} is another file than expected")
+                memory = mmap.mmap(file, os.fstat(file).st_size)
+            finally:
+                os.close(file)
+            self._mapped[descriptor] = memory, torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
+        return self._mapped[descriptor][1]
+
+    def close(self) -> None:
+        """Unmaps all."""
+        for memory, _ in self._mapped.values():
+            with contextlib.suppress(BufferError):  # then it goes with the last tensor over it
+                memory.close()
+        self._mapped.clear()
+
+
+class LocalSource:
+    """Entries in the shared memory of a process of this host."""
+
+    def __init__(self, pid: int) -> None:
+        self._memory = SharedMemory(pid)
+        self._addresses: dict[int, int] = {}
+
+    def declare(self, number: int, descriptor: int, offset: int, nonce: bytes) -> None:
+        """Says where an entry lies."""
+        self._addresses[number] = self._memory.open(descriptor, nonce) + offset
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Entries that are no more."""
+        for number in numbers:
+            self._addresses.pop(number, None)
+
+    def pull(self, changes: Changes, entries: dict[int, Held]) -> int:
+        """See `Source`."""
+        num_bytes = 0
+        for number in changes.whole:
+            slot = entries[number].slot
+            entries[number].checksum = native.copy(slot.address, self._addresses[number], slot.size_bytes)
+            num_bytes += slot.size_bytes
+        for number, rows in changes.each_rows():
+            num_bytes += copy_rows(entries[number], self._addresses[number], rows, packed=False)
+        return num_bytes
+
+    def close(self) -> None:
+        """Unmaps the memory."""
+        self._memory.close()
+
+
+class TcpSource:
+    """Entries that the training process sends over several streams, which it opened for the purpose."""
+
+    def __init__(self, num_streams: int) -> None:
+        self.num_streams = num_streams
+        self._streams: list[socket.socket] = []
+
+    def add(self, stream: socket.socket) -> None:
+        """One more stream is there."""
+        self._streams.append(stream)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all streams are there."""
+        return len(self._streams) == self.num_streams
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Nothing to forget: the sender knows where its entries lie."""
+
+    def pull(self, changes: Changes, entries: dict[int, Held]) -> int:
+        """See `Source`."""
+        pieces: list[tuple[int, int, int]] = []  # entry, offset, size
+        for number in sorted(changes.whole):
+            size = entries[number].slot.size_bytes
+            pieces += [(number, at, min(_CHUNK_BYTES, size - at)) for at in range(0, size, _CHUNK_BYTES)]
+        rows = list(changes.each_rows())
+        shares: list[tuple[list[tuple[int, int, int]], list[tuple[int, Rows]]]] = [([], []) for _ in self._streams]
+        loads = [0] * len(shares)
+        for piece in sorted(pieces, key=lambda piece: -piece[2]):
+            lightest = loads.index(min(loads))
+            shares[lightest][0].append(piece)
+            loads[lightest] += piece[2]
+        for number, each in rows:
+            lightest = loads.index(min(loads))
+            shares[lightest][1].append((number, each))
+            loads[lightest] += each.size_bytes(entries[number].slot.size_bytes)
+        _in_parallel(
+            [(_pull_share, (stream, *share, entries)) for stream, share in zip(self._streams, shares, strict=True)]
+        )
+        for number in changes.whole:
+            slot = entries[number].slot
+            entries[number].checksum = native.checksum(slot.address, slot.size_bytes)
+        return sum(loads)
+
+    def close(self) -> None:
+        """Closes the streams: their senders end."""
+        for stream in self._streams:
+            with contextlib.suppress(OSError):
+                stream.shutdown(socket.SHUT_RDWR)
+            stream.close()
+
+
+def _in_parallel(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
+    """Makes each call in a thread of its own; raises the first failure once all have ended."""
+    results: list[Future[None]] = [Future() for _ in calls]
+
+    def run(result: Future[None], call: Any, arguments: tuple[Any, ...]) -> None:
+        try:
+            result.set_result(call(*arguments))
+        except BaseException as error:
+            result.set_exception(error)
+
+    threads = [
+        threading.Thread(target=run, args=(result, *call), name="torchext-standby-pull")
+        for result, call in zip(results, calls, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        result.result()
+
+
+def _pull_share(
+    stream: socket.socket,
+    pieces: list[tuple[int, int, int]],
+    rows: list[tuple[int, Rows]],
+    entries: dict[int, Held],
+) -> None:
+    changes = Changes()
+    for number, each in rows:
+        changes.rows.setdefault(number, []).append(each)
+    words, data = changes.to_wire()
+    wire.send(stream, {"pieces": pieces, "rows": words}, data)
+    for number, offset, size in pieces:
+        base = entries[number].slot.base[offset : offset + size]
+        checksum = _receive_header(stream, number, size)
+        wire.receive_into(stream, base.numpy().data)
+        _check(native.checksum(base.data_ptr(), size), checksum, number)
+    # As the sender does it: entries that share their rows come together.
+    for number, each in Changes.from_wire(words, memoryview(data)).each_rows():
+        size = each.size_bytes(entries[number].slot.size_bytes)
+        checksum = _receive_header(stream, number, size)
+        packed = np.empty(size, dtype=np.uint8)
+        wire.receive_into(stream, packed.data)
+        _check(native.checksum(packed.ctypes.data, size), checksum, number)
+        copy_rows(entries[number], packed.ctypes.data, each, packed=True)
+
+
+def _receive_header(stream: socket.socket, number: int, size: int) -> int:
+    got_number, got_size, checksum = PIECE.unpack(wire.receive_exactly(stream, PIECE.size))
+    if (got_number, got_size) != (number, size):
+        raise CorruptStateError(f"expected {size} bytes of entry {number}, got {got_size} of {got_number}")
+    return int(checksum)
+
+
+def _check(got: int, expected: int, number: int) -> None:
+    if got != expected:
+        raise CorruptStateError(f"entry {number} arrived with another checksum than it was sent with")
+
+
+def serve(stream: socket.socket, find: Any) -> None:
+    """The sending side of one stream: answers requests until the connection ends.
+
+    Args:
+        stream: Connected to the standby.
+        find: Gives the bytes of an entry by its number: (size,) uint8.
+    """
+    while True:
+        words, data = wire.receive(stream)
+        for number, offset, size in words["pieces"]:
+            _send_piece(stream, number, find(number)[offset : offset + size])
+        for number, rows in Changes.from_wire(words["rows"], data).each_rows():
+            base = find(number)
+            offsets, sizes = rows.ranges(base.numel())
+            _send_piece(stream, number, torch.cat([base[o : o + s] for o, s in zip(offsets, sizes, strict=True)]))
+
+
+def _send_piece(stream: socket.socket, number: int, piece: torch.Tensor) -> None:
+    size = piece.numel()
+    stream.sendall(PIECE.pack(number, size, native.checksum(piece.data_ptr(), size)))
+    stream.sendall(piece.numpy().data)

@@ -1,0 +1,193 @@
+"""Messages between a training process and its standby: a JSON object with bytes, over a stream socket."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import zlib
+from pathlib import Path
+from typing import Any
+
+from torchext.standby.errors import CorruptStateError, StandbyError
+
+_HEADER = struct.Struct("<4sIQI")  # magic, bytes of JSON, bytes of data, CRC-32 of both
+_MAGIC = b"TXS1"  # changes with the protocol
+_MAX_JSON = 1 << 28
+_MAX_DATA = 1 << 40
+_TOKEN_VARIABLE = "TORCHEXT_STANDBY_TOKEN"
+
+
+def send(sock: socket.socket, words: dict[str, Any], data: bytes | memoryview = b"") -> None:
+    """Sends one message; waits as long as the socket's timeout allows."""
+    text = json.dumps(words, separators=(",", ":")).encode()
+    header = _HEADER.pack(_MAGIC, len(text), len(data), zlib.crc32(data, zlib.crc32(text)))
+    sock.sendall(header + text)
+    if len(data):
+        sock.sendall(data)
+
+
+def receive(sock: socket.socket) -> tuple[dict[str, Any], memoryview]:
+    """Receives one message.
+
+    Raises:
+        ConnectionError: The peer has closed the connection.
+        TimeoutError: The socket's timeout passed.
+        CorruptStateError: Something else than a message of this protocol came.
+    """
+    magic, text_bytes, data_bytes, crc = _HEADER.unpack(receive_exactly(sock, _HEADER.size))
+    if magic != _MAGIC or text_bytes > _MAX_JSON or data_bytes > _MAX_DATA:
+        raise CorruptStateError(f"expected a message of the standby's protocol {_MAGIC!r}, got {bytes(magic)!r}")
+    text = receive_exactly(sock, text_bytes)
+    data = receive_exactly(sock, data_bytes)
+    if zlib.crc32(data, zlib.crc32(text)) != crc:
+        raise CorruptStateError("a message arrived with another checksum than it was sent with")
+    words: dict[str, Any] = json.loads(bytes(text))
+    return words, data
+
+
+def receive_exactly(sock: socket.socket, size: int) -> memoryview:
+    """Receives so many bytes."""
+    memory = memoryview(bytearray(size))
+    receive_into(sock, memory)
+    return memory
+
+
+def receive_into(sock: socket.socket, memory: memoryview) -> None:
+    """Fills ``memory``, of bytes."""
+    at = 0
+    while at < len(memory):
+        count = sock.recv_into(memory[at:])
+        if count == 0:
+            raise ConnectionResetError("the peer closed the connection")
+        at += count
+
+
+def token() -> str:
+    """The secret that both sides share: from TORCHEXT_STANDBY_TOKEN, else from a file of this user, made if need be.
+
+    The file is ``standby-token`` in ``$XDG_CONFIG_HOME/torchext`` or ``~/.config/torchext``.
+    """
+    given = os.environ.get(_TOKEN_VARIABLE)
+    if given:
+        return given
+    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "torchext"
+    path = folder / "standby-token"
+    folder.mkdir(parents=True, exist_ok=True)
+    new = folder / f".standby-token-{os.getpid()}-{secrets.token_hex(4)}"
+    if not path.exists():
+        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_hex(32))
+        try:
+            os.link(new, path)  # the first one wins
+        except FileExistsError:
+            pass
+        finally:
+            new.unlink()
+    return path.read_text().strip()
+
+
+def prove(secret: str, nonce: str, role: str) -> str:
+    """What only a holder of the secret can answer to ``nonce``."""
+    return hmac.new(secret.encode(), f"{role}:{nonce}".encode(), hashlib.sha256).hexdigest()
+
+
+def proved(secret: str, nonce: str, role: str, answer: str) -> bool:
+    """Whether ``answer`` is that of a holder of the secret."""
+    return hmac.compare_digest(prove(secret, nonce, role), answer)
+
+
+def greet(sock: socket.socket, hello: dict[str, Any]) -> dict[str, Any]:
+    """The client's side of the start of a connection.
+
+    Returns:
+        The standby's welcome.
+
+    Raises:
+        StandbyError: The standby has another token, or refuses; the message says why.
+    """
+    nonce = secrets.token_hex(16)
+    send(sock, {"nonce": nonce})
+    challenge, _ = receive(sock)
+    secret = token()
+    if not proved(secret, nonce, "standby", challenge["proof"]):
+        raise StandbyError(f"the standby has another token; give both sides the same {_TOKEN_VARIABLE}")
+    send(sock, {**hello, "proof": prove(secret, challenge["nonce"], "client")})
+    welcome, _ = receive(sock)
+    return raised(welcome)
+
+
+def accept(sock: socket.socket) -> dict[str, Any]:
+    """The standby's side: returns the hello of a client that knows the token.
+
+    Raises:
+        StandbyError: It does not.
+    """
+    greeting, _ = receive(sock)
+    nonce = secrets.token_hex(16)
+    secret = token()
+    send(sock, {"nonce": nonce, "proof": prove(secret, greeting["nonce"], "standby")})
+    hello, _ = receive(sock)
+    if not proved(secret, nonce, "client", hello["proof"]):
+        raise StandbyError(f"the client has another token; give both sides the same {_TOKEN_VARIABLE}")
+    return hello
+
+
+def raised(words: dict[str, Any]) -> dict[str, Any]:
+    """Raises the error that a message carries, if it carries one; else returns the message."""
+    if "error" not in words:
+        return words
+    from torchext.standby import errors
+
+    kind = getattr(errors, words.get("kind", ""), StandbyError)
+    raise kind(words["error"])
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """A message that makes `raised` raise this error on the other side."""
+    return {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
+
+
+LOCAL = "local"
+
+
+def parse_address(address: str) -> tuple[int, Any]:
+    """Family and address of a socket.
+
+    Args:
+        address: ``host:port``, or "local" for the standby of this user on this host.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if address == LOCAL:
+        return socket.AF_UNIX, f"\0torchext-standby-{os.getuid()}"
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"expected the standby's address as host:port or {LOCAL!r}, got {address!r}")
+    host = host.strip("[]")
+    return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
+
+
+def connect(address: str, timeout_s: float) -> socket.socket:
+    """Connects to a standby.
+
+    Raises:
+        OSError: Nobody answers at that address.
+    """
+    family, target = parse_address(address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.settimeout(timeout_s)
+        sock.connect(target)
+        if family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
