@@ -43,6 +43,7 @@ class Primaries(RuleBasedStateMachine):
             if not fresh and latest is not None:
                 held = self.contents[rank][self.book.image(rank, latest)]
                 assert held[1] == latest
+                assert held[0] == self.contents[0][self.book.image(0, latest)][0]  # all of one run
                 self.book.resume(rank, f"run {self.num_runs}", latest)
         self.resumed = latest if not fresh else None
         self.counted = self.book.latest()
@@ -50,7 +51,19 @@ class Primaries(RuleBasedStateMachine):
         self.next_step = [start] * self.world_size
         self.writing = [None] * self.world_size
 
-    @rule(rank=st.integers(0, 2))
+    @rule(actions=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["write", "write", "begin", "seal", "drop"]))))
+    def train(self, actions: list[tuple[int, str]]) -> None:
+        for rank, action in actions:
+            if action == "write":
+                self.begin(rank)
+                if self.writing[rank % self.world_size] is not None:
+                    self.seal(rank)
+            else:
+                getattr(self, action)(rank)
+            self.what_counts_was_sealed_by_all_and_is_held()
+            self.what_counts_never_goes_back_within_a_run()
+            self.at_most_one_step_is_lost()
+
     def begin(self, rank: int) -> None:
         rank %= self.world_size
         step = self.next_step[rank]
@@ -59,7 +72,12 @@ class Primaries(RuleBasedStateMachine):
             return
         image = self.book.begin(rank, self.run, step)
         if image is None:
-            assert self.book.behind(rank)  # waits for somebody
+            # It waits for somebody who can still do it.
+            newest = self.book.newest(rank)
+            assert newest is not None
+            assert (self.num_runs, newest.step) in self.sealed[rank]
+            assert all((self.num_runs, newest.step) not in self.sealed[other] for other in self.book.behind(rank))
+            assert self.book.behind(rank)
             return
         latest = self.book.latest()
         if latest is not None:
@@ -67,7 +85,6 @@ class Primaries(RuleBasedStateMachine):
         self.contents[rank][image] = None
         self.writing[rank] = image, step
 
-    @rule(rank=st.integers(0, 2))
     def seal(self, rank: int) -> None:
         rank %= self.world_size
         writing = self.writing[rank]
@@ -82,7 +99,6 @@ class Primaries(RuleBasedStateMachine):
         self.writing[rank] = None
         self.next_step[rank] = step + 1
 
-    @rule(rank=st.integers(0, 2))
     def drop(self, rank: int) -> None:
         rank %= self.world_size
         if self.writing[rank] is not None:
@@ -128,6 +144,7 @@ class Primaries(RuleBasedStateMachine):
             assert held is not None
             assert held[1] == latest
             assert held in self.sealed[rank]
+            assert held[0] == self.contents[0][self.book.image(0, latest)][0]
 
     @invariant()
     def what_counts_never_goes_back_within_a_run(self) -> None:
@@ -153,7 +170,7 @@ class Primaries(RuleBasedStateMachine):
                 assert self.book.latest() == newest
 
 
-Primaries.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Primaries.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
 TestPrimaries = Primaries.TestCase
 
 

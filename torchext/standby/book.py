@@ -2,6 +2,10 @@
 
 Each rank has two images. A step counts once every rank has sealed it whole, so the image that holds the step which
 counts is never written to, and a rank that is ahead waits for the others before it gives up its way back.
+
+A restart replaces the processes of all ranks, one after the other. What they write belongs together only if they are of
+the same term: a term begins when a rank gets another process although the one before has written in this term. Every
+rank is claimed before the first step of a term ends, as `Replicator.restore` and the callback do.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ class Record:
     """A whole image.
 
     Attributes:
-        term: How many processes have owned the rank so far: orders what they wrote.
+        term: Of which set of processes.
         step: The step whose state it is.
     """
 
@@ -27,7 +31,7 @@ class Record:
 @dataclass
 class _Member:
     run: str | None = None  # the process that owns the rank
-    term: int = 0
+    term: int | None = None  # in which it writes; set when it first does
     fenced: set[str] = field(default_factory=set)
     images: list[Record | None] = field(default_factory=lambda: [None, None])
     writing: tuple[int, int] | None = None  # image, step
@@ -38,12 +42,13 @@ class Book:
 
     def __init__(self, world_size: int) -> None:
         self.members = [_Member() for _ in range(world_size)]
+        self.term = 1
 
     def claim(self, rank: int, run: str) -> int:
         """Makes the process ``run`` the owner of a rank; the one before is fenced for good.
 
         Returns:
-            The new term; the old one where this process is the owner already (it has reconnected).
+            The present term.
 
         Raises:
             FencedError: Another process has taken over from this one.
@@ -54,15 +59,18 @@ class Book:
         if run != member.run:
             if member.run is not None:
                 member.fenced.add(member.run)
+            if member.term == self.term:
+                self.term += 1
             member.run = run
-            member.term += 1
+            member.term = None
         member.writing = None
-        return member.term
+        return self.term
 
     def resume(self, rank: int, run: str, step: int) -> None:
         """Goes back to a step: what the rank wrote beyond it is another future, and does not count any more."""
         member = self._owned(rank, run)
-        member.images = [record if record is None or record.step <= step else None for record in member.images]
+        found = self._record(rank, step)
+        member.images = [record if record is None or record <= found else None for record in member.images]
 
     def begin(self, rank: int, run: str, step: int) -> int | None:
         """Starts to write an image.
@@ -71,11 +79,15 @@ class Book:
             Which one, 0 or 1; None as long as it has to wait for other ranks (see `behind`).
         """
         member = self._owned(rank, run)
+        if member.term is None:
+            member.term = self.term
+            # What earlier processes did not all seal is of no use to anybody.
+            common = self._common()
+            member.images = [record if record in common else None for record in member.images]
         newest = self.newest(rank)
-        if newest is not None and newest.step != self.latest():
+        if newest is not None and newest not in self._common():
             return None
-        kept = None if newest is None else member.images.index(newest)
-        image = 0 if kept is None else 1 - kept
+        image = 0 if newest is None else 1 - member.images.index(newest)
         member.images[image] = None
         member.writing = image, step
         return image
@@ -85,6 +97,7 @@ class Book:
         member = self._owned(rank, run)
         if member.writing is None or member.writing[1] != step:
             raise StandbyError(f"rank {rank} seals step {step}, but is writing {member.writing}")
+        assert member.term is not None  # set by begin
         member.images[member.writing[0]] = Record(member.term, step)
         member.writing = None
 
@@ -111,31 +124,29 @@ class Book:
         Raises:
             NoStateError: None of them.
         """
-        images = self.members[rank].images
-        found = [i for i, record in enumerate(images) if record is not None and record.step == step]
-        if not found:
-            held = [record.step for record in images if record is not None]
-            raise NoStateError(
-                f"the standby does not hold step {step} of rank {rank}, only {sorted(held) or 'nothing'}"
-            )
-        return max(found, key=lambda i: images[i] or Record(0, 0))
+        return self.members[rank].images.index(self._record(rank, step))
 
     def behind(self, rank: int) -> list[int]:
         """The ranks that have not sealed what this rank has."""
         newest = self.newest(rank)
         if newest is None:
             return []
-        return [
-            other
-            for other, member in enumerate(self.members)
-            if not any(record is not None and record.step == newest.step for record in member.images)
-        ]
+        return [other for other, member in enumerate(self.members) if newest not in member.images]
 
     def _common(self) -> list[Record]:
-        """Of each step that all ranks hold, the record with the least term among them; in order."""
-        held = [{record.step: record for record in sorted(filter(None, m.images))} for m in self.members]
-        steps = set.intersection(*(set(records) for records in held))
-        return sorted(min(records[step] for records in held) for step in steps)
+        """What all ranks hold, in order."""
+        held = [{record for record in member.images if record is not None} for member in self.members]
+        return sorted(set.intersection(*held))
+
+    def _record(self, rank: int, step: int) -> Record:
+        """What a rank holds of a step; what all ranks hold goes before."""
+        held = [record for record in self.members[rank].images if record is not None]
+        found = [record for record in held if record.step == step]
+        if not found:
+            steps = sorted(record.step for record in held) or "nothing"
+            raise NoStateError(f"the standby does not hold step {step} of rank {rank}, only {steps}")
+        common = self._common()
+        return max(found, key=lambda record: (record in common, record))
 
     def _owned(self, rank: int, run: str) -> _Member:
         member = self.members[rank]

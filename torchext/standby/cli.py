@@ -169,7 +169,7 @@ def _job_of(standby: str, job: str | None) -> str:
     jobs = list(status(standby)["jobs"])
     if len(jobs) != 1:
         raise StandbyError(f"say which job (--job), the standby holds {sorted(jobs) or 'none'}")
-    return jobs[0]
+    return str(jobs[0])
 
 
 def _export(argv: list[str]) -> int:

@@ -223,7 +223,7 @@ class Daemon:
                             "connected": rank.session is not None,
                             "peer": None if rank.session is None else rank.session.peer,
                             "transport": None if rank.session is None else rank.session.transport,
-                            "term": job.book.members[number].term,
+                            "term": job.book.term,
                             "size_bytes": rank.images.size_bytes(),
                             "commits": rank.stats["commits"],
                             "bytes": rank.stats["bytes"],
