@@ -349,7 +349,7 @@ class Session(threading.Thread):
                 raise FencedError(f"another process has taken over rank {number} of job {job.name!r} from this one")
             before = rank.session
             if before is not None and before.hello["run"] != run and not words["take_over"]:
-                raise StandbyError(
+                raise FencedError(
                     f"rank {number} of job {job.name!r} is being trained by {before.peer}; end that, resume from the "
                     "standby to take over, or use another job name"
                 )

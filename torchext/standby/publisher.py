@@ -13,7 +13,14 @@ from typing import Any, Literal
 import torch
 
 from torchext._optional import require_native
-from torchext.standby.errors import CorruptStateError, FencedError, NoStateError, StandbyError, StandbyLostError
+from torchext.standby.errors import (
+    CorruptStateError,
+    FencedError,
+    NoStateError,
+    StandbyError,
+    StandbyLostError,
+    StateMismatchError,
+)
 
 require_native()
 
@@ -114,6 +121,21 @@ class Publisher:
             raise StandbyLostError(f"the standby at {self._standby} cannot be reached: {error}") from error
         return state
 
+    def connect(self) -> None:
+        """Claims the rank, if that was not done yet; call it before the first step.
+
+        Raises:
+            FencedError: Another process trains this rank.
+            StateMismatchError: The job has another number of ranks.
+            StandbyLostError: With ``on_standby_loss="raise"``.
+        """
+        try:
+            self._linked(take_over=False)
+        except (FencedError, StateMismatchError):
+            raise
+        except (OSError, StandbyError) as error:
+            self._lose(error)
+
     def publish(self, step: int, collect: Callable[[], Any]) -> None:
         """Commits the state of a step: lets the standby pull it, and in mode rpo0 waits until it counts.
 
@@ -144,7 +166,7 @@ class Publisher:
                 self.gate()
                 if self._link is not None:
                     self._timed(lambda: link.wait_committed(step))
-        except FencedError:
+        except (FencedError, StateMismatchError):
             self._unlink()
             raise
         except (OSError, StandbyError) as error:

@@ -1,0 +1,78 @@
+"""Lightning jobs that crash and go on: losses, samples, validations and weights are those of an undisturbed run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.callbacks.lightning_jobs import Crashed, Model, fit
+from torchext.standby.daemon import Daemon
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    # Lightning about the jobs of these tests: few workers, a position that it cannot find.
+    pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`"),
+]
+
+
+def _crash_and_go_on(daemon: Daemon, kind: str, crash_at: int, **options: Any) -> Model:
+    with pytest.raises(Crashed):
+        fit(daemon.address, kind, crash_at, **options)
+    resumed = fit(daemon.address, kind, path=f"phantasy://{daemon.address}/latest", **options)
+    first = min(resumed.losses)
+    # Steps count from 0: at most the one before the crash is done again.
+    assert first == (crash_at if options.get("callback", {}).get("mode") == "rpo0" else crash_at - 1)
+    return resumed
+
+
+def _assert_goes_on(reference: Model, resumed: Model) -> None:
+    first = min(resumed.losses)
+    assert resumed.losses == {step: loss for step, loss in reference.losses.items() if step >= first}
+    assert resumed.samples == {step: samples for step, samples in reference.samples.items() if step >= first}
+    assert resumed.validated == [entry for entry in reference.validated if entry[0] > first]
+    for (name, left), right in zip(reference.state_dict().items(), resumed.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "stream", "stateful", "sized stateful"])
+def test_goes_on_from_every_step(daemon: Daemon, kind: str) -> None:
+    reference = fit(None, kind)
+    assert len(reference.losses) == 18
+    for crash_at in range(2, 18, 1 if kind == "shuffled" else 3):
+        _assert_goes_on(reference, _crash_and_go_on(daemon, kind, crash_at))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"val_check_interval": 2},
+        {"accumulate_grad_batches": 2},
+        {"callback": {"mode": "rpo0", "transport": "tcp"}},
+        {"gradient_clip_val": 0.1, "limit_train_batches": 4},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_goes_on_with(daemon: Daemon, options: dict[str, Any]) -> None:
+    reference_options = {name: value for name, value in options.items() if name != "callback"}
+    reference = fit(None, "shuffled", **reference_options)
+    for crash_at in range(2, len(reference.losses)):
+        _assert_goes_on(reference, _crash_and_go_on(daemon, "shuffled", crash_at, **options))
+
+
+def test_goes_on_with_workers(daemon: Daemon) -> None:
+    reference = fit(None, "workers")
+    for crash_at in (4, 9):
+        _assert_goes_on(reference, _crash_and_go_on(daemon, "workers", crash_at))
+
+
+def test_a_commit_every_few_steps_is_what_a_restart_finds(daemon: Daemon) -> None:
+    reference = fit(None, "shuffled")
+    with pytest.raises(Crashed):
+        fit(daemon.address, "shuffled", 12, callback={"every_n_steps": 4})
+    resumed = fit(daemon.address, "shuffled", path=f"phantasy://{daemon.address}/latest")
+    assert min(resumed.losses) == 8  # 12 was not pulled whole
+    _assert_goes_on(reference, resumed)
