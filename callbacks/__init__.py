@@ -1,7 +1,6 @@
 """Lightning callbacks over the parts of torchext. Import as ``torchext.callbacks``, never as ``callbacks``.
 
 Lightning is imported when one of them is first named.
-Lightning is imported when a callback is first named.
 """
 
 from __future__ import annotations
@@ -10,16 +9,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchext.callbacks.phantasy import PhantasyCheckpoint as PhantasyCheckpoint
     from torchext.callbacks.stabilizer import StabilizerReplication as StabilizerReplication
 
-__all__ = ["StabilizerReplication"]
+__all__ = ["PhantasyCheckpoint", "StabilizerReplication"]
 
-_MODULES = {"StabilizerReplication": "torchext.callbacks.stabilizer"}
-    from torchext.callbacks.phantasy import PhantasyCheckpoint as PhantasyCheckpoint
-
-__all__ = ["PhantasyCheckpoint"]
-
-_MODULES = {"PhantasyCheckpoint": "phantasy"}
+_MODULES = {
+    "PhantasyCheckpoint": "torchext.callbacks.phantasy",
+    "StabilizerReplication": "torchext.callbacks.stabilizer",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -31,12 +29,6 @@ def __getattr__(name: str) -> Any:
         if error.name is None or error.name.partition(".")[0] != "lightning":
             raise
         raise ImportError(f"{name} needs Lightning: pip install 'torchext[lightning]'", name="lightning") from error
-        module = importlib.import_module(f"{__name__}.{_MODULES[name]}")
-    except ModuleNotFoundError as error:
-        if error.name != "lightning":
-            raise
-        raise ImportError(f"{name} needs Lightning: pip install 'torchext[lightning]'", name="lightning") from error
-    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

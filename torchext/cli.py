@@ -21,10 +21,10 @@ _COMMANDS = {
     "node": ("torchext.launch.cli:node_main", "let a queue on another machine run jobs on this one"),
     "queue": ("torchext.launch.cli:queue_main", "order and place jobs: start a queue, look into it, stop jobs"),
     "run": ("torchext.launch.cli:run_main", "start a training script on one or many processes, as torchrun does"),
-    "train-policy": ("torchext.scheduling.dual.cli:main", "train a scheduling policy on recorded jobs"),
     "simulate": ("torchext.scheduling.cli:main", "try scheduling policies on recorded jobs and compare them"),
     "site": ("torchext.replication.cli:main", "run a site of a replicated system, or ask one that runs"),
     "standby": ("torchext.standby.cli:main", "hold the training state of jobs as of their last step"),
+    "train-policy": ("torchext.scheduling.dual.cli:main", "train a scheduling policy on recorded jobs"),
 }
 
 

@@ -89,7 +89,7 @@ def _ask(config: Config, options: argparse.Namespace) -> None:
         from rich.console import Console
         from rich.live import Live
     except ImportError:
-        raise ImportError("tables need rich: pip install 'torchext[site]', or ask for --json", name="rich") from None
+        raise ImportError("tables need rich: pip install 'torchext[rich]', or ask for --json", name="rich") from None
     console = Console()
     if not options.watch:
         console.print(_table(_status(config, options.me), options.action))

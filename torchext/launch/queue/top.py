@@ -48,7 +48,7 @@ def _need_rich() -> None:
     try:
         import rich  # noqa: F401
     except ImportError as error:
-        raise LaunchError("top needs rich: pip install 'torchext[queue]'; torchext queue ls does without") from error
+        raise LaunchError("top needs rich: pip install 'torchext[rich]'; torchext queue ls does without") from error
 
 
 def _view(client: Client) -> Group:
