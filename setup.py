@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension
 from setuptools import find_packages, setup
 
 # Stated baseline: what the compiler assumes for the architecture. No -march=native, so wheels run elsewhere.
@@ -22,6 +22,7 @@ def _packages() -> list[str]:
     return sorted(found)
 
 
+ParallelCompile(default=0).install()  # a compiler per core
 setup(
     packages=_packages(),
     package_dir={"torchext": "torchext", "torchext.callbacks": "callbacks"},

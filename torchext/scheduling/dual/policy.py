@@ -275,9 +275,8 @@ def _any_fits(jobs: Sequence[Job], state: ClusterState) -> bool:
         return False
     tried: set[Shape] = set()
     for job in jobs:
-        key = (job.num_gpus, job.gpus_per_node, "")
-        if key not in tried:
-            tried.add(key)
+        if job.shape not in tried:
+            tried.add(job.shape)
             if packed(job, state) is not None:
                 return True
     return False
