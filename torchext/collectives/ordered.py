@@ -41,6 +41,7 @@ _ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _GATHER, _SCATTER, _REDUCE_SCATTE
     10
 )
 _NO_REDUCE = 255
+_NUM_NAMED_OPS = 8  # torch's numbers, which are their hashes
 _DTYPES = {
     torch.float64: 0,
     torch.float32: 1,
@@ -613,12 +614,13 @@ def _root(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
 
 
 def _op(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    code = 0
     for arg in (*args, *kwargs.values()):
         if hasattr(arg, "reduceOp"):
-            return hash(arg.reduceOp) % 255
-        if isinstance(arg, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-            return hash(arg) % 255
-    return 0
+            code = hash(arg.reduceOp)
+        elif isinstance(arg, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            code = hash(arg)
+    return code if 0 <= code < _NUM_NAMED_OPS else _NO_REDUCE  # the inner group knows what it takes
 
 
 def _allreduce_options(opts: Any) -> list[Any]:
