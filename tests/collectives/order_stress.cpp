@@ -29,7 +29,7 @@ Meeting meet(const std::vector<int>& ranks, bool over_sockets) {
     Meeting m{ranks, nullptr, {}};
     const int n = static_cast<int>(ranks.size());
     if (!over_sockets) {
-        m.arena = Arena::create(n, 16 << 10, 0, 1);
+        m.arena = Arena::create(n, 16 << 10, 0, 0, 1);
         return m;
     }
     m.sockets.assign(ranks.size(), std::vector<int>(ranks.size(), -1));

@@ -127,7 +127,7 @@ def _over_memory(meeting: Meeting, members: Sequence[Any]) -> native.OrderGroup:
     place = None
     if meeting.me == 0:
         nonce = secrets.randbits(64)
-        arena = native.Arena.create(len(meeting.ranks), _RING_BYTES, 0, 0, nonce)
+        arena = native.Arena.create(len(meeting.ranks), _RING_BYTES, pool_bytes=0, chunk_bytes=0, nonce=nonce)
         place = {"pid": os.getpid(), "descriptor": arena.descriptor, "nonce": nonce}
     place = meeting.exchange("arena", place)[0]
     if arena is None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchext.collectives.errors import CollectiveError
 from torchext.collectives.sites import CallSite
+from torchext.collectives.threads import OwnThread
 
 if TYPE_CHECKING:
     from torchext._native import collectives as native
@@ -46,7 +47,7 @@ class Sequencer:
         self._lock = threading.Lock()
         self._groups: dict[int, tuple[native.OrderGroup, Fallible]] = {}  # guarded by _lock
         self.forked = False  # whether this process is a child of the one whose sequencer it is
-        self._thread = threading.Thread(target=self._serve, name="dfccl-order", daemon=True)
+        self._thread = OwnThread(target=self._serve, name="dfccl-order", daemon=True)
         self._thread.start()
         _forget_after_fork(weakref.ref(self))
 
@@ -281,7 +282,7 @@ class OrderedWork(dist.Work):
         try:
             inner = self._inner.get_future()
         except RuntimeError:  # some works have none, as sends do over gloo
-            threading.Thread(target=self._complete, args=(future,), name="dfccl-future", daemon=True).start()
+            OwnThread(target=self._complete, args=(future,), name="dfccl-future", daemon=True).start()
             return
 
         def forward(done: torch.futures.Future[Any]) -> None:
