@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import logging
 import pickle
 import random
 import re
@@ -344,6 +345,45 @@ def test_a_send_that_nobody_receives_is_told_to_both() -> None:
         assert kind is DeadlockError
         assert "send/recv(float32, shape (1000000,), group rank 0 to 1)" in text
         assert "barrier" in text
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def leave_calls_unanswered(rank: Rank) -> list[str]:
+    """Small sends and broadcasts are over at once for who makes them; rank 1 does not receive all."""
+    logging.getLogger("torchext.collectives").addHandler(log := Lines())
+    init(rank)
+    if rank.rank == 0:
+        dist.send(torch.ones(3), 1)
+        dist.broadcast(torch.ones(5), 0)
+        dist.send(torch.ones(2), 1, tag=7)
+    else:
+        dist.recv(torch.empty(2), 0, tag=7)
+        dist.broadcast(torch.ones(5), 1)  # another root
+    dist.barrier()
+    dist.destroy_process_group()
+    return log.lines
+
+
+def test_small_calls_that_nobody_answers_are_told_when_the_group_ends() -> None:
+    first, second = run_ranks(leave_calls_unanswered, 2, store="tcp")
+    assert [line for line in first if "broadcast" in line] == [
+        "rank 1 made a call that this rank has never made: broadcast(float32, shape (5,), root at group rank 1)"
+    ]
+    assert len(first) == 1
+    assert sorted(line.split(": ")[1] for line in second) == [
+        "broadcast(float32, shape (5,), root at group rank 0)",
+        "send/recv(float32, shape (3,), group rank 0 to 1)",
+    ]
 
 
 # --- No false alarm ---------------------------------------------------------------------------------------------------

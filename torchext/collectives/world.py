@@ -101,11 +101,7 @@ class World:
         if not self.engine.closed():
             deferrals.end_world(self, wait=not abort)
             for rank, call in self.engine.unanswered():
-                logger.warning(
-                    "rank %d made a call that this one never made, before it ended its group: %s",
-                    self.ranks[rank],
-                    call,
-                )
+                logger.warning("rank %d made a call that this rank has never made: %s", self.ranks[rank], call)
         self.engine.close(reason)
         with self._lock:
             thread, self._thread = self._thread, None

@@ -156,7 +156,11 @@ std::vector<Blocked> Engine::pending() {
 
 std::vector<std::pair<int, std::string>> Engine::unanswered() {
     std::vector<std::pair<int, std::string>> calls;
-    std::lock_guard lock(mutex_);
+    Entry entry(*this);
+    for (int p = 0; p < world_size_; ++p) {
+        if (p != rank_) drain(p);  // nobody drives while nothing is in flight
+    }
+    wake_touched();
     for (const auto& [key, queue] : keys_) {
         for (const auto& [p, arrived] : queue.arrived) {
             for (const auto& call : arrived) {
