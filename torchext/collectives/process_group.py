@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,33 @@ from torchext.collectives.deferral import Deferred, deferrals
 from torchext.collectives.errors import CollectiveAbortedError, CollectiveError
 from torchext.collectives.explain import explain_on_signal
 from torchext.collectives.options import Options, explains_on_sigusr1
+from torchext.collectives.requests import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    COMPLEX_REDUCE_OPS,
+    DTYPES,
+    GATHER,
+    NO_REDUCE,
+    NUM_REDUCE_OPS,
+    PREMUL_SUM,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SEND,
+    CopyBack,
+    Premultiplied,
+    as_list,
+    as_tensors,
+    contiguous,
+    dtype_code,
+    root_of,
+    span,
+    split_span,
+    write_back,
+)
 from torchext.collectives.sites import call_site
 from torchext.collectives.tags import tag_of
 from torchext.collectives.work import CallWork, DoneWork, JoinedWork, call_error
@@ -28,59 +55,7 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-# The numbers of csrc/collectives/signature.hpp.
-_ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL, _SEND, _BARRIER = range(
-    10
-)
-_NO_REDUCE = 255
-_DTYPES: dict[torch.dtype, int] = {
-    dtype: code
-    for code, dtype in enumerate(
-        [
-            torch.float64,
-            torch.float32,
-            torch.float16,
-            torch.bfloat16,
-            torch.int64,
-            torch.int32,
-            torch.int16,
-            torch.int8,
-            torch.uint8,
-            torch.bool,
-            # Those from here on can be moved, not reduced. Complex ones are seen as real ones.
-            *(
-                getattr(torch, name)
-                for name in (
-                    "uint16",
-                    "uint32",
-                    "uint64",
-                    "float8_e4m3fn",
-                    "float8_e5m2",
-                    "float8_e4m3fnuz",
-                    "float8_e5m2fnuz",
-                    "float8_e8m0fnu",
-                )
-                if hasattr(torch, name)
-            ),
-        ]
-    )
-}
-# The engine numbers the operations as torch does, and their hash is that number. Unlike ReduceOp.op it makes no object,
-# which is worth half a microsecond in each call.
-_NUM_REDUCE_OPS = 8
-_PREMUL_SUM = 8
-_COMPLEX_REDUCE_OPS = frozenset({0, 1})
 _DONE = DoneWork()
-
-
-class _Premultiplied(NamedTuple):
-    """The sum of the inputs, each times its member's factor."""
-
-    factor: float | Tensor
-
-
-# Where a call is to be continued: writes into buffers that are not contiguous.
-_CopyBack = list[tuple[Tensor, Tensor]]
 
 
 class ProcessGroup(dist.ProcessGroup):
@@ -246,7 +221,7 @@ class ProcessGroup(dist.ProcessGroup):
     # --- Collectives -------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
-        (tensor,) = _tensors(tensors)
+        (tensor,) = as_tensors(tensors)
         if isinstance(opts, dist.AllreduceOptions):
             code = self._reduce_op(opts.reduceOp)
             if (
@@ -254,7 +229,7 @@ class ProcessGroup(dist.ProcessGroup):
                 and self._coalesced is None
                 and isinstance(code, int)
                 and tensor.is_contiguous()
-                and tensor.dtype in _DTYPES
+                and tensor.dtype in DTYPES
             ):
                 given = opts.timeout
                 timeout_s = self._timeout_s if given.days < 0 else given.total_seconds()
@@ -265,7 +240,7 @@ class ProcessGroup(dist.ProcessGroup):
                 stopped = self._engine.run_all_reduce(
                     self._group(),
                     code,
-                    _DTYPES[tensor.dtype],
+                    DTYPES[tensor.dtype],
                     size := tensor.element_size(),
                     tensor.shape,
                     tag_of(tensor),
@@ -278,46 +253,46 @@ class ProcessGroup(dist.ProcessGroup):
                 return _DONE
         else:
             code = self._reduce_op(opts)
-        return self._call(_ALL_REDUCE, opts, tensor, [tensor], [tensor], reduce_op=code, timeout=timeout)
+        return self._call(ALL_REDUCE, opts, tensor, [tensor], [tensor], reduce_op=code, timeout=timeout)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         code = self._reduce_op(getattr(opts, "reduceOp", None))
         return self._join(
-            [self._issue(_ALL_REDUCE, opts, t, [t], [t], reduce_op=code) for t in tensors], list(tensors), opts
+            [self._issue(ALL_REDUCE, opts, t, [t], [t], reduce_op=code) for t in tensors], list(tensors), opts
         )
 
     def reduce(
         self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None, root: int | None = None
     ) -> dist.Work:
-        (tensor,) = _tensors(tensors)
-        root, reduce_op = _root(opts, root), getattr(opts, "reduceOp", op)
+        (tensor,) = as_tensors(tensors)
+        root, reduce_op = root_of(opts, root), getattr(opts, "reduceOp", op)
         outputs = [tensor] if root == self._rank else []
         code = self._reduce_op(reduce_op)
-        return self._call(_REDUCE, opts, tensor, [tensor], outputs, root=root, reduce_op=code, timeout=timeout)
+        return self._call(REDUCE, opts, tensor, [tensor], outputs, root=root, reduce_op=code, timeout=timeout)
 
     def broadcast(
         self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, root: int | None = None
     ) -> dist.Work:
-        (tensor,) = _tensors(tensors)
-        root = _root(opts, root)
+        (tensor,) = as_tensors(tensors)
+        root = root_of(opts, root)
         inputs, outputs = ([tensor], []) if root == self._rank else ([], [tensor])
-        return self._call(_BROADCAST, opts, tensor, inputs, outputs, root=root, timeout=timeout, result=[tensor])
+        return self._call(BROADCAST, opts, tensor, inputs, outputs, root=root, timeout=timeout, result=[tensor])
 
     def allgather(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        (tensor,) = _tensors(input_tensors)
-        outputs = _lists(output_tensors)
+        (tensor,) = as_tensors(input_tensors)
+        outputs = as_list(output_tensors)
         if len(outputs) != self.size():
             raise ValueError(f"expected {self.size()} output tensors, one for each member, got {len(outputs)}")
         if all(t.numel() == tensor.numel() for t in outputs):
-            return self._call(_ALL_GATHER, opts, tensor, [tensor], outputs, timeout=timeout)
+            return self._call(ALL_GATHER, opts, tensor, [tensor], outputs, timeout=timeout)
         identity = tuple(d for t in outputs for d in (len(t.shape), *t.shape))
-        return self._call(_ALL_GATHER, opts, tensor, [tensor], outputs, identity=identity, uneven=True, timeout=timeout)
+        return self._call(ALL_GATHER, opts, tensor, [tensor], outputs, identity=identity, uneven=True, timeout=timeout)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         self._require_ratio(output, input, "output")
-        return self._call(_ALL_GATHER, opts, input, [input], [output])
+        return self._call(ALL_GATHER, opts, input, [input], [output])
 
     _allgather_base = all_gather_single
 
@@ -327,7 +302,7 @@ class ProcessGroup(dist.ProcessGroup):
         works = []
         for i, tensor in enumerate(input_list):
             outputs = [of_rank[i] for of_rank in output_lists]
-            works.append(self._issue(_ALL_GATHER, opts, tensor, [tensor], outputs))
+            works.append(self._issue(ALL_GATHER, opts, tensor, [tensor], outputs))
         return self._join(works, [t for outputs in output_lists for t in outputs], opts)
 
     def all_gather_single_coalesced(
@@ -336,7 +311,7 @@ class ProcessGroup(dist.ProcessGroup):
         works = []
         for out, tensor in zip(outputs, inputs, strict=True):
             self._require_ratio(out, tensor, "output")
-            works.append(self._issue(_ALL_GATHER, opts, tensor, [tensor], [out]))
+            works.append(self._issue(ALL_GATHER, opts, tensor, [tensor], [out]))
         return self._join(works, list(outputs), opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -349,10 +324,10 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> dist.Work:
-        (tensor,) = _tensors(input_tensors)
-        root = _root(opts, root)
-        outputs = _lists(output_tensors) if root == self._rank else []
-        return self._call(_GATHER, opts, tensor, [tensor], outputs, root=root, timeout=timeout)
+        (tensor,) = as_tensors(input_tensors)
+        root = root_of(opts, root)
+        outputs = as_list(output_tensors) if root == self._rank else []
+        return self._call(GATHER, opts, tensor, [tensor], outputs, root=root, timeout=timeout)
 
     def scatter(
         self,
@@ -362,24 +337,24 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: timedelta | None = None,
         root: int | None = None,
     ) -> dist.Work:
-        (tensor,) = _tensors(output_tensors)
-        root = _root(opts, root)
-        inputs = _lists(input_tensors) if root == self._rank else []
-        return self._call(_SCATTER, opts, tensor, inputs, [tensor], root=root, timeout=timeout)
+        (tensor,) = as_tensors(output_tensors)
+        root = root_of(opts, root)
+        inputs = as_list(input_tensors) if root == self._rank else []
+        return self._call(SCATTER, opts, tensor, inputs, [tensor], root=root, timeout=timeout)
 
     def reduce_scatter(
         self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: timedelta | None = None
     ) -> dist.Work:
-        (tensor,) = _tensors(output_tensors)
+        (tensor,) = as_tensors(output_tensors)
         code = self._reduce_op(getattr(opts, "reduceOp", opts))
         return self._call(
-            _REDUCE_SCATTER, opts, tensor, _lists(input_tensors), [tensor], reduce_op=code, timeout=timeout
+            REDUCE_SCATTER, opts, tensor, as_list(input_tensors), [tensor], reduce_op=code, timeout=timeout
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         self._require_ratio(input, output, "input")
         code = self._reduce_op(getattr(opts, "reduceOp", None))
-        return self._call(_REDUCE_SCATTER, opts, output, [input], [output], reduce_op=code)
+        return self._call(REDUCE_SCATTER, opts, output, [input], [output], reduce_op=code)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -390,7 +365,7 @@ class ProcessGroup(dist.ProcessGroup):
         works = []
         for out, tensor in zip(outputs, inputs, strict=True):
             self._require_ratio(tensor, out, "input")
-            works.append(self._issue(_REDUCE_SCATTER, opts, out, [tensor], [out], reduce_op=code))
+            works.append(self._issue(REDUCE_SCATTER, opts, out, [tensor], [out], reduce_op=code))
         return self._join(works, list(outputs), opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -405,7 +380,7 @@ class ProcessGroup(dist.ProcessGroup):
                 f"got {len(inputs)} and {len(outputs)}"
             )
         # Each pair of members may have its own sizes, and no member knows all: no shape can tell these calls apart.
-        return self._call(_ALL_TO_ALL, opts, inputs[self._rank], inputs, outputs, identity=(), timeout=timeout)
+        return self._call(ALL_TO_ALL, opts, inputs[self._rank], inputs, outputs, identity=(), timeout=timeout)
 
     def all_to_all_single(
         self,
@@ -417,10 +392,10 @@ class ProcessGroup(dist.ProcessGroup):
         timeout: Any = None,
     ) -> dist.Work:
         if not len(output_split_sizes) and not len(input_split_sizes):
-            return self._call(_ALL_TO_ALL, opts, input, [input], [output], timeout=timeout)
+            return self._call(ALL_TO_ALL, opts, input, [input], [output], timeout=timeout)
         identity = tuple(input.shape[1:])  # rows may be of any number
         return self._call(
-            _ALL_TO_ALL,
+            ALL_TO_ALL,
             opts,
             input,
             [input],
@@ -435,27 +410,27 @@ class ProcessGroup(dist.ProcessGroup):
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         if isinstance(opts, timedelta):
             opts, timeout = None, opts
-        return self._call(_BARRIER, opts, None, [], [], timeout=timeout)
+        return self._call(BARRIER, opts, None, [], [], timeout=timeout)
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> dist.Work:
-        (tensor,) = _tensors(tensors)
-        return self._issue(_SEND, None, tensor, [tensor], [], root=self._rank, peer=dst_rank, message_tag=tag)
+        (tensor,) = as_tensors(tensors)
+        return self._issue(SEND, None, tensor, [tensor], [], root=self._rank, peer=dst_rank, message_tag=tag)
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> dist.Work:
-        (tensor,) = _tensors(tensors)
-        return self._issue(_SEND, None, tensor, [], [tensor], root=src_rank, peer=self._rank, message_tag=tag)
+        (tensor,) = as_tensors(tensors)
+        return self._issue(SEND, None, tensor, [], [tensor], root=src_rank, peer=self._rank, message_tag=tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
         """Receives from whichever member sends first; ``work._source_rank()`` says who it was."""
-        (tensor,) = _tensors(tensors)
+        (tensor,) = as_tensors(tensors)
         sources = [rank for rank in range(self.size()) if rank != self._rank]
         if not sources:
             raise ValueError("there is no other rank in the group to receive from")
         request, copies, outputs, keep = self._request(
-            _SEND, None, tensor, [], [tensor], root=sources[0], peer=self._rank, message_tag=tag
+            SEND, None, tensor, [], [tensor], root=sources[0], peer=self._rank, message_tag=tag
         )
         call = self._engine.issue_any(*request, sources, keep)
-        copy_back = (lambda: _copy_back(copies)) if copies else None
+        copy_back = (lambda: write_back(copies)) if copies else None
         work = CallWork(self._world, call, outputs, self._where(), request[-1], copy_back, keep)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -481,7 +456,7 @@ class ProcessGroup(dist.ProcessGroup):
         result = kwargs.pop("result", None)
         request, copies, outputs, keep = self._request(kind, opts, like, *args, **kwargs)
         call = self._engine.issue(*(*request, keep))
-        copy_back = (lambda: _copy_back(copies)) if copies else None
+        copy_back = (lambda: write_back(copies)) if copies else None
         work = CallWork(self._world, call, result or outputs, self._where(), request[-1], copy_back, keep)
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -494,14 +469,14 @@ class ProcessGroup(dist.ProcessGroup):
         if stopped is not None:
             self._stop(stopped, outputs, keep, copies, request[-1])
         else:
-            _copy_back(copies)
+            write_back(copies)
 
     def _stop(
         self,
         call: native.Call,
         outputs: Sequence[Tensor],
         inputs: Sequence[Tensor],
-        copies: _CopyBack,
+        copies: CopyBack,
         timeout_s: float,
     ) -> None:
         """Ends a blocking call that is not over in the good way: it has failed, or it is deferred."""
@@ -510,7 +485,7 @@ class ProcessGroup(dist.ProcessGroup):
         def finish() -> None:
             if call.code:
                 raise call_error(call, self._world, where, timeout_s, site)
-            _copy_back(copies)
+            write_back(copies)
 
         if call.code:
             finish()
@@ -525,7 +500,7 @@ class ProcessGroup(dist.ProcessGroup):
         inputs: list[Tensor],
         outputs: list[Tensor],
         *,
-        reduce_op: int | _Premultiplied = _NO_REDUCE,
+        reduce_op: int | Premultiplied = NO_REDUCE,
         root: int = -1,
         peer: int = -1,
         identity: tuple[int, ...] | None = None,
@@ -533,15 +508,15 @@ class ProcessGroup(dist.ProcessGroup):
         uneven: bool = False,
         timeout: timedelta | None = None,
         message_tag: int | None = None,
-    ) -> tuple[Any, _CopyBack, list[Tensor], tuple[Tensor, ...]]:
+    ) -> tuple[Any, CopyBack, list[Tensor], tuple[Tensor, ...]]:
         """Turns tensors into what the engine takes; returns also what to copy back, the outputs and what to keep."""
         tag = tag_of(like)
-        if isinstance(reduce_op, _Premultiplied):
+        if isinstance(reduce_op, Premultiplied):
             if not all(t.is_floating_point() for t in inputs):
                 raise ValueError("premul_sum is defined for floating-point tensors only")
             inputs, reduce_op = [(t.detach() * reduce_op.factor).to(t.dtype) for t in inputs], 0
         if like is not None and like.is_complex():
-            if reduce_op != _NO_REDUCE and reduce_op not in _COMPLEX_REDUCE_OPS:
+            if reduce_op != NO_REDUCE and reduce_op not in COMPLEX_REDUCE_OPS:
                 raise ValueError("complex tensors can be summed and averaged only")
             row = 2 * (like.shape[1:].numel() if like.dim() else 1)
             like = torch.view_as_real(like)
@@ -552,7 +527,7 @@ class ProcessGroup(dist.ProcessGroup):
         dtype, item_bytes = 0, 1
         shape: tuple[int, ...] = ()
         if like is not None:
-            dtype, item_bytes, shape = _code(like), like.element_size(), tuple(like.shape)
+            dtype, item_bytes, shape = dtype_code(like), like.element_size(), tuple(like.shape)
             for tensor in (*inputs, *outputs):
                 self._require_cpu(tensor)
                 real = tensor.dtype.to_real() if tensor.is_complex() else tensor.dtype
@@ -561,20 +536,20 @@ class ProcessGroup(dist.ProcessGroup):
         if deferrals.active:
             deferrals.before(outputs, inputs)
             deferrals.sweep()
-        copies: _CopyBack = []
+        copies: CopyBack = []
         keep: list[Tensor] = []
-        in_spans = [_span(_contiguous(t), keep) for t in inputs]
+        in_spans = [span(contiguous(t), keep) for t in inputs]
         out_spans = []
         for tensor in outputs:
-            buffer = _contiguous(tensor)
+            buffer = contiguous(tensor)
             if buffer is not tensor and not (tensor.is_complex() and buffer.data_ptr() == tensor.data_ptr()):
                 if any(tensor is t for t in inputs):  # in place: both through one buffer
                     buffer = keep[[t is tensor for t in inputs].index(True)]
                 copies.append((tensor, buffer))
-            out_spans.append(_span(buffer, keep))
+            out_spans.append(span(buffer, keep))
         if splits is not None:
-            in_spans = _split(in_spans[0], splits[0], row * item_bytes, self.size(), "input")
-            out_spans = _split(out_spans[0], splits[1], row * item_bytes, self.size(), "output")
+            in_spans = split_span(in_spans[0], splits[0], row * item_bytes, self.size(), "input")
+            out_spans = split_span(out_spans[0], splits[1], row * item_bytes, self.size(), "output")
         timeout_s = self._timeout_s
         given = timeout if timeout is not None else getattr(opts, "timeout", None)
         if given is not None and given > timedelta(0):
@@ -617,11 +592,11 @@ class ProcessGroup(dist.ProcessGroup):
         desc = f" ({self._desc})" if self._desc not in ("", "undefined") else ""
         return f"group {self._name!r}{desc} of ranks {list(self._ranks)} at rank {self._ranks[self._rank]}"
 
-    def _reduce_op(self, op: Any) -> int | _Premultiplied:
+    def _reduce_op(self, op: Any) -> int | Premultiplied:
         code = 0 if op is None else hash(op)
-        if code == _PREMUL_SUM:
-            return _Premultiplied(op.__getstate__()[1])  # the only way to its factor
-        if not 0 <= code < _NUM_REDUCE_OPS:
+        if code == PREMUL_SUM:
+            return Premultiplied(op.__getstate__()[1])  # the only way to its factor
+        if not 0 <= code < NUM_REDUCE_OPS:
             raise ValueError(f'"dfccl" groups do not reduce by {getattr(op, "op", op)}')
         return code
 
@@ -668,66 +643,3 @@ def create(options: Any, backend_options: Any = None) -> ProcessGroup:
 
 
 run_as_written(ProcessGroup)
-
-
-def _tensors(tensors: Any) -> Sequence[Tensor]:
-    return (tensors,) if isinstance(tensors, Tensor) else tensors
-
-
-def _lists(tensors: Any) -> list[Tensor]:
-    """One tensor for each member, out of torch's list of one list for each tensor."""
-    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
-        return list(tensors[0])
-    return list(tensors)
-
-
-def _root(opts: Any, root: int | None) -> int:
-    if isinstance(opts, int):
-        return opts
-    if root is not None:
-        return root
-    return int(getattr(opts, "rootRank", 0))
-
-
-def _code(tensor: Tensor) -> int:
-    code = _DTYPES.get(tensor.dtype)
-    if code is None:
-        raise TypeError(f'"dfccl" groups do not move {tensor.dtype}')
-    return code
-
-
-def _contiguous(tensor: Tensor) -> Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    return tensor if tensor.is_contiguous() else tensor.detach().contiguous()
-
-
-def _span(tensor: Tensor, keep: list[Tensor]) -> tuple[int, int]:
-    keep.append(tensor)
-    return tensor.data_ptr(), tensor.numel() * tensor.element_size()
-
-
-def _split(
-    span: tuple[int, int], sizes: list[int], row_bytes: int, world_size: int, what: str
-) -> list[tuple[int, int]]:
-    data, total = span
-    if not sizes:
-        if total % (world_size * max(row_bytes, 1)):
-            raise ValueError(f"the {what} does not divide into {world_size} equal parts; give its split sizes")
-        return [(data + i * (total // world_size), total // world_size) for i in range(world_size)]
-    if len(sizes) != world_size or sum(sizes) * row_bytes != total:
-        raise ValueError(
-            f"the {what} split sizes must be {world_size} numbers that add up to its first dimension, got {sizes} for "
-            f"{total // max(row_bytes, 1)} rows"
-        )
-    spans = []
-    for size in sizes:
-        spans.append((data, size * row_bytes))
-        data += size * row_bytes
-    return spans
-
-
-def _copy_back(copies: _CopyBack) -> None:
-    for tensor, buffer in copies:
-        target: Callable[[Tensor], Tensor] = tensor.detach().copy_
-        target(torch.view_as_complex(buffer) if tensor.is_complex() else buffer)
