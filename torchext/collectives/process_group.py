@@ -67,9 +67,10 @@ class ProcessGroup(dist.ProcessGroup):
 
     Every collective must be issued by every member. In which order among others, on this and other groups, and by which
     threads is free as long as nobody waits in between: asynchronous calls can be issued in any order on each rank. (A
-    blocking call still waits where it stands. If each rank waits in a call that others would issue only after theirs,
-    it is the program that is deadlocked, and they get an error at the timeout.) Calls belong together if they agree in
-    group, operation, dtype, shape, root and `tag`; see there.
+    blocking call waits where it stands. If ranks block in a circle, each in a call that another would issue only later,
+    all of them get a `DeadlockError` within a second, or go on, as `Options` say; if their calls on one group differ, a
+    `CollectiveMismatchError`.) Calls belong together if they agree in group, operation, dtype, shape, root and `tag`;
+    see there.
 
     If a member dies, the others get `PeerLostError` within a second from each collective that needs it, and so does
     everyone who waits for a member that has destroyed its group. At the timeout of the group a `CollectiveTimeoutError`
