@@ -3,10 +3,10 @@
     python examples/queue_demo.py
 
 starts a queue, submits eight trainings of examples/forecast.py whose lengths differ, shows `torchext queue top` now and
-then, kills a worker, and draws who ran when. It takes two to three minutes on two cores and ends with
+then, kills a worker, and draws who ran when. It takes about two minutes on two cores and ends with
 
-    all 8 jobs are done; linear-2 was killed once and went on
-    order by policy qssf, shortest first: linear-1 linear-2 linear-3 ...
+    all 8 jobs are done; linear-8 was killed once and started anew
+    they ended in the order of policy qssf: linear-7 linear-1 linear-2 linear-3 ...
     picture: outputs/queue/gantt.png
 """
 
@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from torchext.launch.queue import Client, JobState, describe, recorded
@@ -79,7 +80,7 @@ def main() -> None:
 
 def demonstrate(queue: Client, folder: Path, num_jobs: int, out: Path) -> None:
     """Fills the queue, shows it until all is done, and draws what has happened."""
-    # The longest first, so that there is something to put in order.
+    # The longest first, so that there is something to put in order; those two start at once, as there are two slots.
     names = {submit(queue, number, out / f"linear-{number}"): f"linear-{number}" for number in range(num_jobs, 0, -1)}
     killed = ""
     shown = 0.0
@@ -93,11 +94,12 @@ def demonstrate(queue: Client, folder: Path, num_jobs: int, out: Path) -> None:
         time.sleep(0.5)
     subprocess.run([*TORCHEXT, "queue", "ls", "--all", "--queue", str(folder)], check=True)
     result = recorded(queue, Cluster.uniform(1, 2))
-    plot({"qssf": result}).savefig(out / "gantt.png")
+    coloured = [replace(r, job=replace(r.job, tenant=r.job.id)) for r in result.jobs]  # one colour per job
+    plot({"qssf": replace(result, jobs=tuple(coloured))}).savefig(out / "gantt.png")
     summary = summarize(result)
-    print(f"all {summary['num_jobs']} jobs are done; {killed} was killed once and went on")
-    order = sorted(zip(result.finish_s, (recorded.job.id for recorded in result.jobs), strict=True))
-    print("order by policy qssf, shortest first:", *(name for _, name in order))
+    print(f"all {summary['num_jobs']} jobs are done; {killed} was killed once and started anew")
+    order = sorted(zip(result.finish_s, (r.job.id for r in result.jobs), strict=True))
+    print("they ended in the order of policy qssf:", *(name for _, name in order))
     print(f"picture: {out / 'gantt.png'}")
 
 

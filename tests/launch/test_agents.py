@@ -13,6 +13,8 @@ from tests.launch.programs import WORKER, Program, children
 from tests.launch.queues import Queue
 from torchext.launch.folders import read_json
 
+pytestmark = pytest.mark.timeout(300)  # on a slow machine; each wait has its own, shorter one
+
 _TRAIN = str(Path(WORKER).with_name("train.py"))
 
 

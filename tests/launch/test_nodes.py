@@ -16,6 +16,8 @@ import pytest
 
 from tests.launch.programs import TORCHEXT, TORCHRUN, WORKER, Program, children
 
+pytestmark = pytest.mark.timeout(300)  # on a slow machine; each wait has its own, shorter one
+
 # Dead nodes are noticed after three seconds, and the last call for nodes lasts one.
 _QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
 

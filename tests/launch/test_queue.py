@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from torchext import cli
 from torchext.launch.errors import LaunchError
 from torchext.launch.folders import read_json
 from torchext.launch.queue.client import Client
+
+pytestmark = pytest.mark.timeout(300)  # on a slow machine; each wait has its own, shorter one
 
 
 def _runner(queue: Queue, job: int, run: int = 1, machine: str = "node0") -> int:
@@ -146,6 +150,34 @@ def test_a_killed_daemon_loses_no_job_and_starts_none_twice(tmp_path: Path) -> N
         for job in (running, stopped, waiting):
             assert queue.job(job)["num_runs"] == 1
         assert queue.log(running).count("up 0/1") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, for a file system that is full")
+def test_a_full_disk_loses_nothing_and_is_recovered_from(tmp_path: Path) -> None:
+    folder = tmp_path / "q"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)], check=True)
+    try:
+        with Queue(folder) as queue:
+            go = tmp_path / "go"
+            job = queue.submit(WORKER, "say", "ready", "wait", str(go))
+            queue.wait_for_log(job, "ready")
+            filler = folder / "filler"
+            with contextlib.suppress(OSError), open(filler, "wb", buffering=0) as file:
+                while True:
+                    file.write(b"x" * 4096)
+            with pytest.raises(LaunchError, match=r"the queue cannot keep this: .*full"):
+                queue.submit(WORKER)
+            filler.unlink()
+            later = queue.submit(WORKER)
+            assert later == job + 1
+            go.touch()
+            for number in (job, later):
+                queue.wait_for_state(number, "done")
+                assert queue.job(number)["num_runs"] == 1
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.mark.slow  # the drill of the default run does such things, too

@@ -12,6 +12,8 @@ import pytest
 from tests import leaks
 from tests.launch.programs import TORCHEXT, TORCHRUN, WORKER, Program, children, wait_until_gone
 
+pytestmark = pytest.mark.timeout(300)  # on a slow machine; each wait has its own, shorter one
+
 _TWO = ("--nproc-per-node", "2", WORKER)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import signal
 import time
@@ -24,6 +25,7 @@ from torchext.launch.rendezvous import Rendezvous
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.02  # while waiting for workers to end
+_KILLED_S = 10  # for the kernel to end what has been killed
 
 
 class Agent(LocalElasticAgent):
@@ -118,34 +120,32 @@ class Agent(LocalElasticAgent):
     # Ending
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None) -> None:
-        super()._shutdown(death_sig, self._grace_s)  # type: ignore[arg-type]  # torch says int
+        super()._shutdown(death_sig)  # how long workers have is up to `_end_workers`
 
     def _end_workers(
         self, context: PContext, death_sig: signal.Signals | None = None, timeout: float | None = None
     ) -> None:
         """Stands in for `PContext.close`: asks once, waits for whole process groups, then kills them.
 
-        Signals that come meanwhile are kept for later; a second SIGINT ends the grace.
+        Signals that come meanwhile are kept for later; SIGINT, the impatient user's, ends the grace.
         """
-        now = time.monotonic()
-        first = self._ending_by is None
-        if first:
-            self._ending_by = now + self._grace_s
-        waiting = _Waiting()
-        with waiting:
-            if isinstance(context, SubprocessContext):
+        with _Waiting() as waiting:
+            first = self._ending_by is None
+            if self._ending_by is None:
+                self._ending_by = time.monotonic() + self._grace_s
+            if not isinstance(context, SubprocessContext):  # --run-path: torch's own way, which knows no groups
+                PContext.close(context, death_sig, math.ceil(self._grace_s))
+            else:
                 groups = {handler.proc.pid: handler.proc for handler in context.subprocess_handlers.values()}
                 if first:
                     for pid in _left(groups):
                         _signal_group(pid, death_sig or signal.SIGTERM)
-                assert self._ending_by is not None
                 while _left(groups) and time.monotonic() < self._ending_by and not waiting.in_a_hurry:
                     time.sleep(_POLL_S)
                 for pid in _left(groups):
                     logger.warning("worker %s has not ended within the grace of %g s: killing it", pid, self._grace_s)
                     _signal_group(pid, signal.SIGKILL)
-            # Nobody is left to be signalled; this waits for the last, and for their last words.
-            PContext.close(context, death_sig, int(self._grace_s))
+                PContext.close(context, death_sig, _KILLED_S)  # waits for the last, and for their last words
         if first and waiting.received is not None:
             raise SignalException(f"received {waiting.received.name} while ending workers", waiting.received)
 
@@ -158,12 +158,13 @@ class _Waiting:
         self.in_a_hurry = False
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Waiting:
         names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
         for name in names.split(","):
             number = getattr(signal, name.strip(), None)
             if isinstance(number, signal.Signals):
                 self._previous[number] = signal.signal(number, self._receive)
+        return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():

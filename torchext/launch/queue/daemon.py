@@ -228,6 +228,7 @@ class Daemon:
         except LaunchError as error:
             return {"error": str(error)}
         except (KeyError, TypeError, ValueError) as error:
+            logger.exception("a request was not understood")
             return {"error": f"not understood ({error!r}); are client and queue of one version?"}
         except (OSError, sqlite3.Error) as error:
             with contextlib.suppress(OSError, sqlite3.Error):
