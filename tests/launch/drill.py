@@ -82,25 +82,26 @@ class Drill:
             assert self._agents[name].processes() == set()  # jobs carry the mark of the queue
             self._join(name)
         else:
-            target = self._target(what)
-            if target is None:
+            found: list[int] = []
+
+            def look() -> bool:
+                found[:] = self._targets(what)
+                return bool(found) or self._all_done()
+
+            self._queue.wait_until(look)
+            if not found:
                 return
             with contextlib.suppress(ProcessLookupError):
-                os.kill(target, signal.SIGKILL)
+                os.kill(self._random.choice(found), signal.SIGKILL)
         self.counts[what] += 1
 
-    def _target(self, what: str) -> int | None:
-        """A process of a running job: its keeper, the agent below, or the worker below that."""
+    def _targets(self, what: str) -> list[int]:
+        """Processes of running jobs: their keepers, the agents below, or the workers below those."""
         running = [path for name in _MACHINES for path in (self._folder / name).glob("*/run-*/node-*/pid.json")]
-        running = [path for path in running if not (path.parent / "result.json").exists()]
-        self._random.shuffle(running)
-        for path in running:
-            below: list[int] = [read_json(path)["pid"]]
-            for _ in range(("keeper", "agent of a job", "worker").index(what)):
-                below = [child for pid in below for child in children(pid)]
-            if below:
-                return below[0]
-        return None
+        found: list[int] = [read_json(path)["pid"] for path in running if not (path.parent / "result.json").exists()]
+        for _ in range(("keeper", "agent of a job", "worker").index(what)):
+            found = [child for pid in found for child in children(pid)]
+        return found
 
     def _requeue_those_given_up(self) -> None:
         """A job that is killed from outside four times is given up; here that is nobody's fault."""
