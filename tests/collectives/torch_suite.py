@@ -46,9 +46,6 @@ EXPECTED_FAILURES = {
     "test_monitored_barrier_gloo": _GLOO,
     "test_monitored_barrier_gloo_rank_0_timeout": _GLOO,
     "test_monitored_barrier_gloo_subgroup": _GLOO,
-    "test_send_recv_any_source": "receiving from an unnamed source is not there yet",
-    "test_send_recv_any_source_autograd_profiler": "receiving from an unnamed source is not there yet",
-    "test_send_recv_any_source_torch_profiler": "receiving from an unnamed source is not there yet",
     "test_sparse_all_reduce_sum": "sparse tensors, which gloo alone takes",
 }
 # Those that torch itself skips, about half, need GPUs, or are off for all backends.
