@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
@@ -22,6 +24,15 @@ def test_loss_reports_each_contender_and_what_it_was_run_with(tmp_path: Path) ->
     assert losses[:4] == ["MSE", "two transforms", "torchext", "torchext, masked"]
     assert all(loss in printed for loss in losses)
     assert {"torch", "python", "commit"} <= set(report["versions"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_channels_reports_each_contender() -> None:
+    printed = _run(HERE / "channels.py", "--sizes", "1024", "--explorers", "2", "--rounds", "1", "--copy")
+    assert "1024 B, 2 explorers, 40 messages, copied" in printed
+    assert all(f"  {name} " in printed for name in ("torchext", "torch queue", "DataLoader"))
+    printed = _run(HERE / "channels.py", "--weights", "--rounds", "2")
+    assert "6.7 MB to 4 receivers, torchext: median" in printed
 
 
 def test_import_time_reports_each_module() -> None:

@@ -21,7 +21,8 @@ class ChannelLoader(IterableDataset[Any]):
     messages need not be stacked: a batch is received in place. Where messages differ in shape, hold strings, or were
     sent before, they are stacked by copying. A slot of the channel holds a batch then.
 
-    In a `torch.utils.data.DataLoader` use ``batch_size=None``; with workers, each batch goes to one of them.
+    In a `torch.utils.data.DataLoader` use ``batch_size=None``; with workers, each batch goes to one of them. Close the
+    channel before such a loader if you stop early: torch kills workers that wait for a message, after five seconds.
 
     Args:
         channel: Where the messages come from. Several processes may iterate over loaders of one channel.

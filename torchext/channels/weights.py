@@ -131,8 +131,8 @@ class WeightBroadcast:
         if module is None:
             raise ValueError("publish in another process than the one that made this needs the module")
         tensors = self._tensors(module)
+        self._own()  # which replaces the lock in a forked process: another thread may have held it
         with self._lock:
-            self._own()
             if self._role != _PUBLISHER:  # from now on, those who wait are told if it dies
                 if self._reader is not None:
                     self._reader.leave()
@@ -198,6 +198,7 @@ class WeightBroadcast:
 
     @contextmanager
     def _pinned(self) -> Iterator[tuple[int, int]]:
+        self._own()
         with self._lock:
             reader = self._join()
             version, slab = reader.pin()

@@ -126,7 +126,7 @@ public:
     Endpoint(std::shared_ptr<Queue> queue, const std::string& name, Role role, bool heed_deaths)
         : role_(role), heed_(heed_deaths) {
         // A receiver joins when it first receives, and is told of all that this process has seen; a sender of what follows.
-        if (role == Role::sender) known_ = queue->deaths(role);
+        if (role == Role::sender) known_ = queue->known_deaths(role);
         const auto peer = queue->join(name, role);
         member_ = std::make_shared<Member>(std::move(queue), peer);
     }
@@ -382,7 +382,7 @@ py::list peers(T& segment) {
 class Reader {
 public:
     Reader(std::shared_ptr<Latest> latest, const std::string& name, int role) : latest_(std::move(latest)) {
-        known_ = latest_->deaths(Role::sender);
+        known_ = latest_->known_deaths(Role::sender);
         peer_ = latest_->join(name, static_cast<Role>(role));
     }
 

@@ -304,6 +304,11 @@ public:
             next_scan_.store(t + kScanEvery, std::memory_order_relaxed);
             scan();
         }
+        return known_deaths(role);
+    }
+
+    // Those that this process has learnt of, without another look.
+    std::size_t known_deaths(Role role) const {
         return num_deaths_[role == Role::sender ? 1 : 0].load(std::memory_order_acquire);
     }
 
@@ -434,8 +439,8 @@ private:
                 const auto presence = static_cast<Presence>(cell.presence.load(std::memory_order_relaxed));
                 if (presence == Presence::absent) break;
                 auto& w = watched_[i];
-                // Not what happened before we came, unless it is why there is no receiver.
-                const bool concerns = cell.changed >= start_ || (cell.role == static_cast<std::uint32_t>(Role::receiver) &&
+                // Not what happened before we came, unless it is why nobody is at the other end of a sender.
+                const bool concerns = cell.changed >= start_ || (cell.role != static_cast<std::uint32_t>(Role::sender) &&
                                                                 header().num_present[cell.role] == 0);
                 if (presence == Presence::dead && w.reported != cell.generation && concerns) report(i, cell);
                 if ((presence != Presence::present || w.generation != cell.generation) && w.pidfd >= 0) {

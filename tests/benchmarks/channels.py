@@ -1,0 +1,327 @@
+"""Time messages from explorers to a learner over torchext.channels and its peers, interleaved in the same run.
+
+    python tests/benchmarks/channels.py [--sizes 1024 65536] [--explorers 1 4] [--rounds 5] [--copy] [--weights]
+
+The dummy algorithm of XingTian's paper: each explorer sends ``--messages`` messages of one tensor as fast as it can;
+time runs from the first send to the last receive. CPU time is that of all processes meanwhile, in microseconds per
+message: what stays comparable on a busy machine. The table gives medians over the rounds and the ratio to torchext.
+With --copy the learner copies each message into a batch of its own. With --weights: one publisher, four receivers, from
+the call of publish to the last load, against a queue for each receiver.
+
+Peers, each left out with a word if it is not installed: torch.multiprocessing.Queue; DataLoader workers; ZeroMQ (PUSH
+and PULL over ipc, without copies where it can); Ray (results of actor tasks). Every process is started with setsid, so
+that the kernel's groups of processes do not favour one; each gets one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import pickle
+import platform
+import resource
+import statistics
+import time
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+import torchext
+from torchext.channels import Channel, WeightBroadcast
+
+SIZES = [1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
+WARM_UP = 8  # messages of each explorer, not timed: memory is touched for the first time
+FORK = multiprocessing.get_context("fork")
+Link = tuple[Callable[[], Any], Callable[[Any, Any], None], Callable[[Any], Iterator[torch.Tensor]]]
+
+
+def torchext_link(total: int) -> Link:
+    channel = Channel(slots=16)
+
+    def send(tx: Any, message: Any) -> None:
+        tx.send(message)
+
+    return channel.sender, send, lambda _: (channel.receive()["x"] for _ in range(total))
+
+
+def torch_queue_link(total: int) -> Link:
+    queue = torch.multiprocessing.get_context("fork").Queue(maxsize=16)
+    # A copy: it shares the tensor it is given, so that an explorer could not write the next message into it.
+    return (
+        lambda: queue,
+        lambda q, message: q.put({"x": message["x"].clone()}),
+        lambda _: (queue.get()["x"] for _ in range(total)),
+    )
+
+
+def zeromq_link(total: int) -> Link:
+    import zmq
+
+    address = f"ipc://@torchext-{uuid.uuid4()}"  # abstract: no file
+
+    def connect(kind: int, bind: bool) -> Any:
+        socket = zmq.Context().socket(kind)
+        socket.set_hwm(16)
+        (socket.bind if bind else socket.connect)(address)
+        return socket
+
+    def send(socket: Any, message: Any) -> None:
+        x = message["x"]
+        socket.send(pickle.dumps((x.dtype, x.shape)), zmq.SNDMORE)
+        socket.send(x.numpy(), copy=False)
+
+    def receive(_: Any) -> Iterator[torch.Tensor]:
+        socket = connect(zmq.PULL, True)
+        for _ in range(total):
+            header, data = socket.recv_multipart(copy=False)
+            dtype, shape = pickle.loads(header.buffer)
+            memory = bytearray(data.buffer) if data.buffer.readonly else data.buffer  # writable, as the others' are
+            yield torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    return lambda: connect(zmq.PUSH, False), send, receive
+
+
+def cpu_s() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def explore(connect: Any, send: Any, size: int, count: int, start: Any, end: Any, results: Any) -> None:
+    os.setsid()
+    link, message = connect(), {"x": torch.zeros(size, dtype=torch.uint8)}
+    for _ in range(WARM_UP):
+        send(link, message)
+    start.wait()
+    cpu, first = cpu_s(), time.monotonic()
+    for _ in range(count):
+        send(link, message)
+    end.wait()  # some need their sender until the last was received
+    results.put((first, None, cpu_s() - cpu))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+def learn(receive: Any, warm_up: int, size: int, copies: bool, start: Any, end: Any, results: Any) -> None:
+    os.setsid()
+    batch = torch.zeros(8, size, dtype=torch.uint8)
+    messages = receive(None)
+    for _ in range(warm_up):
+        batch[0] = next(messages)
+    start.wait()
+    cpu = cpu_s()
+    for i, x in enumerate(messages):
+        if copies:
+            batch[i % 8] = x
+        del x
+    last = time.monotonic()
+    spent = cpu_s() - cpu
+    end.wait()
+    results.put((None, last, spent))
+    results.close()
+    results.join_thread()
+    os._exit(0)
+
+
+Round = tuple[float, float]  # seconds, CPU seconds
+
+
+def run_link(make: Callable[[int], Link], size: int, explorers: int, options: argparse.Namespace) -> Round:
+    count = options.messages
+    connect, send, receive = make(explorers * (count + WARM_UP))
+    start, end = FORK.Barrier(explorers + 1), FORK.Barrier(explorers + 1)
+    results = FORK.Queue()
+    learner = (receive, explorers * WARM_UP, size, options.copy, start, end, results)
+    processes = [FORK.Process(target=learn, args=learner)]
+    processes += [
+        FORK.Process(target=explore, args=(connect, send, size, count, start, end, results)) for _ in range(explorers)
+    ]
+    for process in processes:
+        process.start()
+    rows = [results.get(timeout=300) for _ in processes]
+    for process in processes:
+        process.join()
+    first = min(row[0] for row in rows if row[0] is not None)
+    last = next(row[1] for row in rows if row[1] is not None)
+    return last - first, sum(row[2] for row in rows)
+
+
+class Messages(IterableDataset[Any]):
+    def __init__(self, size: int, count: int, start: Any) -> None:
+        self.size, self.count, self.start = size, count, start
+
+    def __iter__(self) -> Iterator[Any]:
+        message = torch.zeros(self.size, dtype=torch.uint8)
+        self.start.wait()
+        first = time.monotonic()
+        for _ in range(self.count):
+            yield {"x": message.clone(), "first": first}  # as for the queue
+
+
+def run_loader(size: int, explorers: int, options: argparse.Namespace) -> Round:
+    start, results = FORK.Barrier(explorers), FORK.Queue()
+
+    def learner() -> None:
+        os.setsid()
+        batch, first = torch.zeros(8, size, dtype=torch.uint8), float("inf")
+        loader: DataLoader[Any] = DataLoader(
+            Messages(size, options.messages, start),
+            batch_size=None,
+            num_workers=explorers,
+            worker_init_fn=lambda _: os.setsid(),
+            multiprocessing_context="fork",
+        )
+        for i, message in enumerate(loader):
+            first = min(first, message["first"])
+            if options.copy:
+                batch[i % 8] = message["x"]
+            del message
+        last = time.monotonic()
+        del loader
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)  # their start included: a little
+        results.put((last - first, cpu_s() + children.ru_utime + children.ru_stime))
+        results.close()
+        results.join_thread()
+        os._exit(0)
+
+    process = FORK.Process(target=learner)
+    process.start()
+    row: Round = results.get(timeout=300)
+    process.join()
+    return row
+
+
+def run_ray(size: int, explorers: int, options: argparse.Namespace) -> Round:
+    import ray
+
+    class Explorer:
+        def __init__(self) -> None:
+            self.message = {"x": torch.zeros(size, dtype=torch.uint8).numpy()}
+
+        def make(self) -> Any:
+            return self.message
+
+        def cpu_s(self) -> float:
+            return cpu_s()
+
+    actors = [ray.remote(Explorer).options(num_cpus=0).remote() for _ in range(explorers)]
+    ray.get([actor.make.remote() for actor in actors for _ in range(WARM_UP)])
+    before = sum(ray.get([actor.cpu_s.remote() for actor in actors])) + cpu_s()
+    batch = torch.zeros(8, size, dtype=torch.uint8)
+    first = time.monotonic()
+    pending = [actor.make.remote() for actor in actors for _ in range(options.messages)]
+    i = 0
+    while pending:
+        done, pending = ray.wait(pending)
+        message = ray.get(done[0])
+        if options.copy:
+            batch[i % 8] = torch.from_numpy(message["x"].copy())
+        i += 1
+        del message, done
+    last = time.monotonic()
+    after = sum(ray.get([actor.cpu_s.remote() for actor in actors])) + cpu_s()
+    for actor in actors:
+        ray.kill(actor)
+    return last - first, after - before  # without what Ray's own daemons spend
+
+
+def publish_weights(options: argparse.Namespace) -> None:
+    """6.7 MB to four receivers."""
+    state = {f"layer{i}": torch.zeros(167_500) for i in range(10)}
+    results: Any = FORK.Queue()
+    weights = WeightBroadcast(state)
+    queues = [torch.multiprocessing.get_context("fork").Queue() for _ in range(4)]
+
+    def receiver(number: int) -> None:
+        os.setsid()
+        own, seen = {key: torch.zeros_like(value) for key, value in state.items()}, 0
+        while seen < options.rounds:
+            weights.wait(newer_than=seen)
+            seen = weights.load_into(own)
+            results.put(time.monotonic())
+            torch._foreach_copy_(list(own.values()), list(queues[number].get().values()))
+            results.put(time.monotonic())
+        results.close()
+        results.join_thread()
+        os._exit(0)
+
+    processes = [FORK.Process(target=receiver, args=(number,)) for number in range(4)]
+    for process in processes:
+        process.start()
+    times: dict[str, list[float]] = {"torchext": [], "torch queues": []}
+    for _ in range(options.rounds):
+        for name in times:
+            start = time.monotonic()
+            if name == "torchext":
+                weights.publish()
+            else:
+                for queue in queues:
+                    queue.put(state)
+            times[name].append(1e3 * (max(results.get(timeout=60) for _ in range(4)) - start))
+    for process in processes:
+        process.join()
+    weights.close()
+    for name, values in times.items():
+        print(f"6.7 MB to 4 receivers, {name}: median {statistics.median(values):.1f} ms, least {min(values):.1f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
+    parser.add_argument("--explorers", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--messages", type=int, default=20, help="of each explorer")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--copy", action="store_true")
+    parser.add_argument("--weights", action="store_true", help="only these")
+    options = parser.parse_args()
+    with contextlib.suppress(OSError):  # a leader of its group is one already
+        os.setsid()
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", "This DataLoader will create")
+    print(f"torch {torch.__version__}, torchext {torchext.__version__}, {platform.platform()}, {os.cpu_count()} CPUs")
+    if options.weights:
+        publish_weights(options)
+        return
+    contenders: dict[str, Callable[[int, int, argparse.Namespace], Round]] = {
+        "torchext": partial(run_link, torchext_link),
+        "torch queue": partial(run_link, torch_queue_link),
+        "DataLoader": run_loader,
+    }
+    if find_spec("zmq") is not None:
+        contenders["ZeroMQ"] = partial(run_link, zeromq_link)
+    else:
+        print("ZeroMQ left out: pip install pyzmq")
+    if find_spec("ray") is not None:
+        import ray
+
+        os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+        ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, logging_level="error")
+        contenders["Ray tasks"] = run_ray
+    else:
+        print("Ray left out: pip install ray")
+    for size in options.sizes:
+        for explorers in options.explorers:
+            rounds: dict[str, list[Round]] = {name: [] for name in contenders}
+            for _ in range(options.rounds):
+                for name, contend in contenders.items():
+                    rounds[name].append(contend(size, explorers, options))
+            count = explorers * options.messages
+            medians = {name: tuple(map(statistics.median, zip(*rows, strict=True))) for name, rows in rounds.items()}
+            ours_s, ours_cpu = medians["torchext"]
+            print(f"\n{size} B, {explorers} explorers, {count} messages" + (", copied" if options.copy else ""))
+            for name, (seconds, cpu) in medians.items():
+                rate = f"{count * size / seconds / 1e6:10.0f} MB/s {1e6 * seconds / count:10.1f} us"
+                ratios = f"time {seconds / ours_s:6.1f}x, CPU {cpu / max(ours_cpu, 1e-9):6.1f}x"
+                print(f"  {name:<12}{rate} {1e6 * cpu / count:10.1f} us CPU   {ratios}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
