@@ -96,8 +96,8 @@ public:
     static constexpr std::uint64_t kMagic = 0x3130'4e48'4354'5854;  // changes with the layout
     static constexpr std::uint32_t kMaxRows = 4096;
     static constexpr std::uint32_t kWriters = kMaxPeers;  // slabs for those who write at the same time
-    static constexpr std::uint64_t kSpace = std::uint64_t{1} << 43;  // of address space at most
-    static constexpr std::uint64_t kLargestStride = std::uint64_t{1} << 34;
+    static constexpr std::uint64_t kSpace = std::uint64_t{1} << 41;  // of address space at most
+    static constexpr std::uint64_t kLargestStride = std::uint64_t{1} << 32;
     static constexpr std::uint64_t kLeastKept = 64 << 10;
 
     static constexpr std::size_t kHeedless = ~std::size_t{0};  // as a number of known deaths: go on whoever dies
