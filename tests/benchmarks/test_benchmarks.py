@@ -39,3 +39,12 @@ def test_import_time_reports_each_module() -> None:
     printed = _run(HERE / "import_time.py", "--rounds", "1", "--modules", "torchext", "torchext.losses")
     assert "import torchext " in printed
     assert "import torchext.losses" in printed
+
+
+@pytest.mark.slow  # four programs, each with sites of its own
+def test_replication_reports_each_figure() -> None:
+    program = ("-m", "tests.benchmarks.replication")
+    assert "core, 64 sites, acks" in _run(*program, "predicates", "--rounds", "1")
+    assert "change_predicate" in _run(*program, "change")
+    assert "majority persisted, alone" in _run(*program, "latency", "--messages", "3")
+    assert "to 1, together" in _run(*program, "loopback", "--receivers", "1", "--gib", "0.06", "--rounds", "1")

@@ -62,8 +62,9 @@ def test_killed_site_comes_back_and_catches_up(three: Cluster, victim: str) -> N
         three["paris"].call("register", "all", EVERYWHERE)
         sent = three["paris"].call("send", 1, 1000)
     three["paris"].call("waitfor", sent, "all", 30)
+    may_lack = range(1, sent) if victim == "paris" else ()  # one of those that it did not live to give a number to
     for name in ALL:
-        assert three[name].call("held", "paris") == sent
+        assert three[name].call("held", "paris", list(may_lack)) == sent
 
 
 def test_persisted_is_never_claimed_for_what_a_killed_site_lost(three: Cluster) -> None:

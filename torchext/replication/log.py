@@ -14,8 +14,9 @@ import os
 import re
 import struct
 import threading
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ _SEGMENT = struct.Struct("<8sQQI")  # magic, then the place at which the segment
 _SEGMENT_MAGIC = b"TXSEGM01"
 _BEGIN = 64  # where the frames of a segment begin
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})\.seg")
+_MAX_USED_SPARES = 4  # dropped files that are kept for use again
 MIN_SEGMENT_BYTES = _BEGIN + HEADER.size + MAX_PAYLOAD
 
 _INCOMPLETE, _BLANK = 0, 1
@@ -63,6 +65,7 @@ class _Segment:
     base: Place
     tail: Place  # where its frames end
     end: int = _BEGIN  # ... in the file
+    maps: weakref.WeakSet[mmap.mmap] = field(default_factory=weakref.WeakSet)  # of readers
 
 
 @dataclass(eq=False)
@@ -256,17 +259,25 @@ class StreamLog:
 
     def truncate(self, before: int) -> int:
         """Drops files that hold only messages before this one; returns how many."""
-        dropped = []
+        count = 0
         with self.changed:
             while len(self._segments) > 1:
                 following = self._segments[1].base
                 if following.seq + (following.offset > 0) >= before:
                     break
-                dropped.append(self._segments.pop(0))
+                self._drop(self._segments.pop(0))
+                count += 1
             self.changed.notify_all()
-        for segment in dropped:
-            segment.path.unlink(missing_ok=True)
-        return len(dropped)
+        return count
+
+    def _drop(self, segment: _Segment) -> None:
+        """Removes a file, or keeps it for use again, as its place on the disk and in memory is costly to make."""
+        if segment.maps or len(self._spares) >= _MAX_USED_SPARES:
+            segment.path.unlink()  # who reads it keeps it
+            return
+        path = self._spare_path()
+        os.rename(segment.path, path)
+        self._spares.append((os.open(path, os.O_RDWR | os.O_CLOEXEC), path))
 
     def end_waits(self) -> None:
         """Has nobody wait for more any longer."""
@@ -326,8 +337,7 @@ class StreamLog:
             self._make_spare()
 
     def _make_spare(self) -> None:
-        self._num_spares += 1
-        path = self._folder / f"spare-{self._num_spares}"
+        path = self._spare_path()
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, self._segment_bytes)
@@ -339,13 +349,20 @@ class StreamLog:
                     f"{self._folder}: no room for {self._segment_bytes} bytes more ({error.strerror})"
                 ) from None
             raise
-        self._spares.append((fd, path))
+        with self.changed:
+            self._spares.append((fd, path))
+
+    def _spare_path(self) -> Path:
+        with self.changed:
+            self._num_spares += 1
+            return self._folder / f"spare-{self._num_spares}"
 
     def _roll(self, *, carry: bool) -> _Writable:
         """Goes on in a new file; with ``carry``, takes along what came in of a frame that is not whole yet."""
         if not self._spares:
             self._make_spare()
-        fd, spare = self._spares.pop()
+        with self.changed:
+            fd, spare = self._spares.pop()
         base = self.tail
         path = self._folder / f"{base.seq:016x}-{base.offset:016x}.seg"
         os.pwrite(fd, _SEGMENT.pack(_SEGMENT_MAGIC, *base), 0)
@@ -353,7 +370,7 @@ class StreamLog:
         os.rename(spare, path)
         _sync_folder(self._folder)
         former = self._writable
-        writable = _Writable(_Segment(path, base, base), fd, mmap.mmap(fd, self._segment_bytes), _BEGIN)
+        writable = _Writable(_Segment(path, base, base), fd, _mapped(fd, self._segment_bytes), _BEGIN)
         if former is not None and carry:
             begun = former.map[former.segment.end : former.filled]
             writable.map[_BEGIN : _BEGIN + len(begun)] = begun
@@ -401,8 +418,8 @@ class StreamLog:
             os.close(fd)
             return
         if verdict not in (_INCOMPLETE, _BLANK):
-            _logger.warning(
-                "%s: cut off after message %d, offset %d: what follows was not written whole (%s)",
+            _logger.info(
+                "%s: cut off after message %d, offset %d: what follows was not written whole, or is older (%s)",
                 segment.path,
                 *self.tail[:2],
                 _VERDICTS[verdict],
@@ -524,16 +541,21 @@ class Cursor:
             yield message
 
     def _open(self, segment: _Segment) -> mmap.mmap:
-        try:
-            fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise StoreError(f"what follows message {segment.base.seq} was dropped from the log") from None
         self.close()
-        self.fd = fd
-        self.map = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        with self.log.changed:  # so that it is not put to another use before it is known to be read
+            if segment not in self.log._segments:
+                raise StoreError(f"what follows message {segment.base.seq} was dropped from the log")
+            self.fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+            self.map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
+            segment.maps.add(self.map)
         self._segment = segment
         self._at = _BEGIN
         return self.map
+
+
+def _mapped(fd: int, size: int) -> mmap.mmap:
+    # All pages at once: one by one, as they are first written to, takes several times as long.
+    return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
 
 
 def _base_of(path: Path) -> Place:
