@@ -332,6 +332,12 @@ class _Commands:
     def ack(self, origin: str, seq: int, ack: str) -> None:
         self.node.ack(origin, seq, ack)
 
+    def add_site(self, name: str, address: str) -> None:
+        self.node.add_site(name, address=address)
+
+    def remove_site(self, name: str) -> None:
+        self.node.remove_site(name)
+
     def status(self) -> dict[str, Any]:
         status: dict[str, Any] = self.node.status()
         return status

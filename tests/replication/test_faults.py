@@ -189,6 +189,44 @@ def test_site_that_was_down_gets_what_is_left_after_truncation(tmp_path: Path) -
         assert cluster["oregon"].call("held", "paris") == seq
 
 
+def test_sites_come_and_go_while_the_others_run(tmp_path: Path) -> None:
+    with Cluster(tmp_path, ALL) as cluster:
+        two = {name: site for name, site in cluster.config("paris")["sites"].items() if name != "oregon"}
+        for name in two:
+            restart(cluster, name, sites=two)
+        paris = cluster["paris"]
+        paris.call("register", "all", EVERYWHERE)
+        paris.call("waitfor", paris.call("send", 5, 300_000), "all", 30)
+        restart(cluster, "oregon")
+        for name in two:
+            cluster[name].call("add_site", "oregon", cluster.config(name)["sites"]["oregon"]["address"])
+        seq = paris.call("send", 5, 300_000)
+        paris.call("waitfor", seq, "all", 30)
+        assert cluster["oregon"].call("held", "paris") == seq  # what was sent before it came, too
+        cluster["tokyo"].kill()
+        seq = paris.call("send", 5, 300_000)
+        with pytest.raises(RuntimeError, match=r"tokyo.persisted is at 10, 5 behind"):
+            paris.call("waitfor", seq, "all", 0.2)
+        paris.call("register", "tokyo", "MIN(tokyo)")
+        with pytest.raises(RuntimeError, match="there is no site 'tokyo'"):
+            paris.call("remove_site", "tokyo")
+        paris.call("change", "tokyo", "MIN($MYSITE)")
+        paris.call("remove_site", "tokyo")
+        paris.call("waitfor", seq, "all", 30)
+        with pytest.raises(RuntimeError, match=r"expected one of the other sites \(oregon\), got 'tokyo'"):
+            paris.call("remove_site", "tokyo")
+        cluster["oregon"].call("remove_site", "tokyo")
+        cluster["oregon"].call("register", "all", EVERYWHERE)
+        cluster["oregon"].call("waitfor", cluster["oregon"].call("send", 1, 10), "all", 30)
+        restart(cluster, "tokyo")  # knocks in vain
+        assert set(paris.call("status")["connections"]) == {"oregon"}
+        for name in ("paris", "oregon"):  # and is taken in again
+            cluster[name].call("add_site", "tokyo", cluster.config(name)["sites"]["tokyo"]["address"])
+        seq = paris.call("send", 1, 10)
+        paris.call("waitfor", seq, "all", 30)
+        assert cluster["tokyo"].call("held", "paris") == seq
+
+
 def wait_until(condition: Any, deadline_s: float = 30.0) -> bool:
     deadline = time.monotonic() + deadline_s
     while not condition():

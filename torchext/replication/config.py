@@ -19,6 +19,9 @@ else:
     import tomli as tomllib
 
 
+_HERE = Path()
+
+
 @dataclass(frozen=True)
 class Site:
     """One site.
@@ -129,6 +132,31 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def make_site(name: str, table: Any, folder: Path = _HERE) -> Site:
+    """Checks one ``[sites.NAME]`` table.
+
+    Raises:
+        ConfigError: The name, a key or a value is wrong.
+    """
+    where = f"[sites.{name}]"
+    if not name or '"' in name or "/" in name or name.startswith(".") or len(name) > 100:
+        raise ConfigError(f"{where}: a site's name is up to 100 characters without '\"' and '/', got {name!r}")
+    texts = _texts(where, table)
+    for key in texts:
+        if key not in {f.name for f in fields(Site)}:
+            raise ConfigError(f"{where}: unknown key {key!r}; expected address, store, zone or listen")
+    for key in ("address", "store"):
+        if not texts.get(key):
+            raise ConfigError(f"{where}: {key} is missing")
+    for key in ("address", "listen"):
+        if texts.get(key):
+            try:
+                parse_address(texts[key])
+            except ConfigError as error:
+                raise ConfigError(f"{where}: {key}: {error}") from None
+    return Site(**{**texts, "store": str(folder / texts["store"])})
+
+
 def _config(content: Mapping[str, Any], folder: Path) -> Config:
     known = {f.name for f in fields(Config)} | {"key_file"}
     for key in content:
@@ -137,7 +165,7 @@ def _config(content: Mapping[str, Any], folder: Path) -> Config:
     sites_table = content.get("sites")
     if not isinstance(sites_table, Mapping) or not sites_table:
         raise ConfigError("expected at least one [sites.NAME] table")
-    sites = {name: _site(name, table, folder) for name, table in sites_table.items()}
+    sites = {name: make_site(name, table, folder) for name, table in sites_table.items()}
     acks = content.get("acks", [])
     for ack in acks:
         if not isinstance(ack, str) or not re.fullmatch(r"[A-Za-z_]\w*", ack) or ack in (*ACKS, "truncated"):
@@ -161,26 +189,6 @@ def _config(content: Mapping[str, Any], folder: Path) -> Config:
     if not values["key"] and values["tls"] is None:
         raise ConfigError("give key_file (or key), or a [tls] table: nobody without it is to be heard")
     return Config(**values)
-
-
-def _site(name: str, table: Any, folder: Path) -> Site:
-    where = f"[sites.{name}]"
-    if not name or '"' in name or "/" in name or name.startswith(".") or len(name) > 100:
-        raise ConfigError(f"{where}: a site's name is up to 100 characters without '\"' and '/', got {name!r}")
-    texts = _texts(where, table)
-    for key in texts:
-        if key not in {f.name for f in fields(Site)}:
-            raise ConfigError(f"{where}: unknown key {key!r}; expected address, store, zone or listen")
-    for key in ("address", "store"):
-        if not texts.get(key):
-            raise ConfigError(f"{where}: {key} is missing")
-    for key in ("address", "listen"):
-        if texts.get(key):
-            try:
-                parse_address(texts[key])
-            except ConfigError as error:
-                raise ConfigError(f"{where}: {key}: {error}") from None
-    return Site(**{**texts, "store": str(folder / texts["store"])})
 
 
 def _texts(where: str, table: Any) -> dict[str, str]:

@@ -8,9 +8,11 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
-from torchext.replication.config import Config
+from torchext.replication.config import Config, Site
 from torchext.replication.errors import ClosedError, ConfigError, ReplicationError, StoreError
 from torchext.replication.frontiers import Frontiers
 from torchext.replication.log import StreamLog
@@ -20,6 +22,7 @@ RECEIVED, PERSISTED, VERIFIED = ACKS
 TRUNCATED = "truncated"  # not an ack: up to where an origin lets the others forget
 _TRUNCATE = "(truncate)"  # name of the predicate behind which logs are truncated
 
+_T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
@@ -80,17 +83,14 @@ class Core:
         self._moved = threading.Condition(self.lock)
         self._queue: dict[tuple[str, str], None] = {}  # frontiers that moved and whose monitors are to be told
         self._monitors: dict[tuple[str, str], list[Callable[[int], None]]] = {}
-        store = Path(config.sites[me].store)
+        self._retired: dict[str, StreamLog] = {}  # of sites that were removed
+        store = self._store = Path(config.sites[me].store)
         store.mkdir(parents=True, exist_ok=True)
         self._store_lock = _locked(store / "lock")
         self.logs: dict[str, StreamLog] = {}
         try:
             for origin in config.sites:
-                self.logs[origin] = StreamLog(
-                    store / "streams" / origin,
-                    segment_bytes=config.segment_bytes,
-                    max_message_bytes=config.max_message_bytes,
-                )
+                self.logs[origin] = self._open_log(origin)
             self.frontiers = {origin: Frontiers(self._sites(origin)) for origin in config.sites}
             self._texts: dict[str, str] = {}
             for name, text in config.predicates.items():
@@ -106,6 +106,13 @@ class Core:
             for ack in ACKS:
                 self.raise_own(origin, ack, place.seq)
         self.work.set()
+
+    def _open_log(self, origin: str) -> StreamLog:
+        return StreamLog(
+            self._store / "streams" / origin,
+            segment_bytes=self.config.segment_bytes,
+            max_message_bytes=self.config.max_message_bytes,
+        )
 
     def _sites(self, origin: str) -> Sites:
         return Sites({name: site.zone for name, site in self.config.sites.items()}, origin, tuple(self._acks))
@@ -150,15 +157,59 @@ class Core:
         with self.lock:
             if ack not in self._acks:
                 self._acks.append(ack)
-                for origin, frontiers in self.frontiers.items():
-                    frontiers.set_sites(self._sites(origin))
+                self._set_sites()
+
+    # Sites that come and go. What other threads go through is replaced, not changed.
+
+    def add_site(self, name: str, site: Site) -> None:
+        """Makes a site known; predicates are resolved anew."""
+        with self.lock:
+            if name in self.config.sites:
+                raise ReplicationError(f"name: there is a site {name!r} already")
+            log = self._retired.pop(name, None) or self._open_log(name)
+            self.config = replace(self.config, sites={**self.config.sites, name: site})
+            self._readers[name] = []
+            self._durable = {**self._durable, name: log.sync()}
+            self.frontiers = {**self.frontiers, name: Frontiers(self._sites(name))}
+            self.outboxes = {**self.outboxes, name: Outbox()}
+            self.heard = {**self.heard, name: False}
+            self.logs = {**self.logs, name: log}
+            for ack in ACKS:
+                self._own[name, ack] = 0
+                self.raise_own(name, ack, log.tail.seq)
+            self._set_sites()
+
+    def remove_site(self, name: str) -> None:
+        """Forgets a site, but not its log; predicates are resolved anew, or nothing changes if one names it."""
+        with self.lock:
+            if name == self.me or name not in self.config.sites:
+                others = ", ".join(self.outboxes)
+                raise ReplicationError(f"name: expected one of the other sites ({others}), got {name!r}")
+            left = {other: site for other, site in self.config.sites.items() if other != name}
+            former, self.config = self.config, replace(self.config, sites=left)
+            try:
+                for origin in left:
+                    self.frontiers[origin].check_sites(self._sites(origin))
+            except ReplicationError:
+                self.config = former
+                raise
+            self.outboxes[name].close()
+            self._retired[name] = self.logs[name]
+            self.outboxes, self.heard = _without(self.outboxes, name), _without(self.heard, name)
+            self.logs, self.frontiers = _without(self.logs, name), _without(self.frontiers, name)
+            self._own = {(origin, ack): seq for (origin, ack), seq in self._own.items() if origin != name}
+            self._set_sites()
+
+    def _set_sites(self) -> None:
+        for origin, frontiers in self.frontiers.items():
+            self._tell(origin, frontiers.set_sites(self._sites(origin)))
 
     # Counters.
 
     def raise_own(self, origin: str, ack: str, seq: int) -> None:
         """This site has done something with all messages of a stream up to this one."""
         with self.lock:
-            if seq <= self._own.get((origin, ack), 0):
+            if seq <= self._own.get((origin, ack), 0) or origin not in self.frontiers:
                 return
             self._own[origin, ack] = seq
             for outbox in self.outboxes.values():
@@ -192,7 +243,13 @@ class Core:
                     )
                     frontiers.lower_to(counter, seq)
             if all_of_them:
-                self.heard[site] = True
+                self.set_heard(site, True)
+
+    def set_heard(self, site: str, known: bool) -> None:
+        """Takes note of whether a site's counters are known, as of now."""
+        with self.lock:
+            if site in self.heard:
+                self.heard[site] = known
                 self._moved.notify_all()
 
     def wait_heard(self, enough: Callable[[set[str]], bool], timeout_s: float) -> set[str]:
@@ -236,6 +293,8 @@ class Core:
                 moved, self._queue = self._queue, {}
                 calls = []
                 for origin, name in moved:
+                    if origin not in self.frontiers:
+                        continue
                     frontier = self.frontiers[origin].frontier(name)
                     if name == _TRUNCATE:
                         self.forget(origin, frontier)
@@ -314,7 +373,7 @@ class Core:
             error = ClosedError(f"site {self.me} was closed while a message was waited for")
             for frontiers in self.frontiers.values():
                 frontiers.fail_waiters(self.fault if isinstance(self.fault, Exception) else error)
-        for log in self.logs.values():
+        for log in (*self.logs.values(), *self._retired.values()):
             log.end_waits()
 
     def close(self) -> None:
@@ -322,11 +381,15 @@ class Core:
         self._close_files()
 
     def _close_files(self) -> None:
-        for log in self.logs.values():
+        for log in (*self.logs.values(), *self._retired.values()):
             log.close()
         if self._store_lock >= 0:
             os.close(self._store_lock)
             self._store_lock = -1
+
+
+def _without(table: dict[str, _T], name: str) -> dict[str, _T]:
+    return {key: value for key, value in table.items() if key != name}
 
 
 def _locked(path: Path) -> int:

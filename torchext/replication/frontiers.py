@@ -90,18 +90,20 @@ class Frontiers:
         """Raises PredicateError if a predicate does not fit this stream."""
         compile_predicate(text, self._sites)
 
-    def set_sites(self, sites: Sites) -> None:
-        """Resolves all predicates anew against other sites; nothing changes if one of them is refused."""
-        former = self._sites
+    def check_sites(self, sites: Sites) -> None:
+        """Raises PredicateError if a predicate does not fit other sites."""
+        for named in self._named.values():
+            compile_predicate(named.current.predicate.text, sites)
+
+    def set_sites(self, sites: Sites) -> list[str]:
+        """Resolves all predicates anew against other sites; nothing changes if one of them is refused.
+
+        Returns:
+            Names of the predicates whose frontier moved by this.
+        """
+        self.check_sites(sites)
         self._sites = sites
-        try:
-            for named in self._named.values():
-                compile_predicate(named.current.predicate.text, sites)
-        except ReplicationError:
-            self._sites = former
-            raise
-        for name, named in self._named.items():
-            self.change(name, named.current.predicate.text)
+        return [name for name, named in self._named.items() if self.change(name, named.current.predicate.text)]
 
     def raise_to(self, counter: Counter, value: int) -> list[str]:
         """Takes an ack; answers the waiters that it satisfies. A value that is not news is ignored.

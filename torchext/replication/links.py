@@ -52,7 +52,7 @@ class Link:
     def run(self) -> None:
         """Connects and serves until the node closes."""
         pause_s = 0.02
-        while not self.core.closing.is_set():
+        while not self.core.closing.is_set() and self.site in self.core.outboxes:
             begun = time.monotonic()
             try:
                 sock, reply = handshake.connect(self.core.config, self.core.me, self.site, self._hello)
@@ -70,7 +70,7 @@ class Link:
                     if self.sock is not None:
                         self.sock.close()
                     self.sock = None
-            if self.core.closing.is_set():
+            if self.core.closing.is_set() or self.site not in self.core.outboxes:
                 return
             if self.wake.wait(pause_s):
                 self.wake.clear()
@@ -94,7 +94,7 @@ def send_stream(origin: str) -> Callable[[Link, dict[str, Any]], None]:
         place = Place(*(int(n) for n in reply["place"]))
         with _cursor(core, log, origin, link.site, place) as cursor:
             handshake.send_json(sock, {"begin": cursor.place})
-            while not core.closing.is_set():
+            while not core.closing.is_set() and link.site in core.outboxes:
                 region = cursor.region()
                 if region is None:
                     log.wait_beyond(cursor.place, 1.0)
@@ -161,10 +161,13 @@ def send_counters(link: Link, reply: dict[str, Any]) -> None:
             data = _FRAME.pack(len(listing), _NAMES) + listing
         return data + _FRAME.pack(len(items), kind) + items
 
-    core.outboxes[link.site].take(0)
+    outbox = core.outboxes.get(link.site)
+    if outbox is None:
+        return
+    outbox.take(0)
     sock.sendall(frame(_ALL, core.own()))
-    while not core.closing.is_set():
-        news = core.outboxes[link.site].take(core.config.dead_after_s / 4)
+    while not core.closing.is_set() and link.site in core.outboxes:
+        news = outbox.take(core.config.dead_after_s / 4)
         _raise_if_gone(sock)
         sock.sendall(frame(_NEWS, news))
 
@@ -195,11 +198,11 @@ class Incoming:
             with self._lock:
                 socks.remove(sock)
 
-    def hang_up(self) -> None:
-        """Ends all of them."""
+    def hang_up(self, site: str | None = None) -> None:
+        """Ends those of a site, or all of them."""
         with self._lock:
-            for _, socks in self._slots.values():
-                for sock in socks:
+            for (_, other, _), (_, socks) in self._slots.items():
+                for sock in socks if site in (None, other) else ():
                     _hang_up(sock)
 
 
@@ -210,10 +213,10 @@ def receive_stream(core: Core, sock: socket.socket, site: str, origin: str) -> N
         OSError: It ended by a failure.
         FrameError: What came is not what has to follow.
     """
-    if origin not in (site, core.me) or origin not in core.logs:
+    log = core.logs.get(origin)
+    if log is None or origin not in (site, core.me):
         handshake.refuse(sock, f"{site} does not send the messages of {origin!r} to {core.me}")
         return
-    log = core.logs[origin]
     if not log.writing.acquire(timeout=handshake.TIMEOUT_S):
         handshake.refuse(sock, f"{core.me} is writing the messages of {origin}")
         return
@@ -280,14 +283,15 @@ def receive_counters(core: Core, sock: socket.socket, site: str, links: Callable
             link.kick()
         raise
     finally:
-        with core.lock:
-            core.heard[site] = False
+        core.set_heard(site, False)
 
 
 def _give_back(core: Core, site: str) -> None:
     """Sends a site its own messages that it has lost and that are here."""
-    log = core.logs[site]
     with core.lock:
+        if site not in core.logs:
+            return
+        log = core.logs[site]
         held = core.frontiers[site].counter(Counter(site, RECEIVED))
     if log.tail.seq <= held:
         return

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torchext.replication import handshake, links, message
-from torchext.replication.config import Config, load_config, parse_address
+from torchext.replication.config import Config, load_config, make_site, parse_address
 from torchext.replication.core import RECEIVED, Core
 from torchext.replication.errors import DivergedError, ReplicationError, StabilityTimeoutError, StoreFullError
 from torchext.replication.log import Cursor
@@ -59,8 +59,7 @@ class Node:
     """
 
     def __init__(self, config: str | Path | Mapping[str, Any] | Config, *, me: str) -> None:
-        self._config = config if isinstance(config, Config) else load_config(config)
-        self._core = Core(self._config, me)
+        self._core = Core(config if isinstance(config, Config) else load_config(config), me)
         self.me = me
         self._incoming = links.Incoming()
         self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
@@ -74,16 +73,26 @@ class Node:
         except BaseException:
             self._core.close()
             raise
-        for other in self._core.outboxes:
-            data: dict[str, str] = {"purpose": "data", "stream": me}
-            self._links.append(links.Link(self._core, other, data, links.send_stream(me)))
-            self._links.append(links.Link(self._core, other, {"purpose": "control"}, links.send_counters))
         self._start("accept", self._accept)
         self._start("keep", self._core.keep)
         self._start("monitors", self._core.tell_monitors)
         self._start("watch", self._watch)
-        for link in self._links:
-            self._start(f"to-{link.site}", link.run)
+        for other in self._core.outboxes:
+            self._link(other)
+
+    @property
+    def _config(self) -> Config:
+        return self._core.config
+
+    def _link(self, site: str) -> None:
+        data = {"purpose": "data", "stream": self.me}
+        pair = [
+            links.Link(self._core, site, data, links.send_stream(self.me)),
+            links.Link(self._core, site, {"purpose": "control"}, links.send_counters),
+        ]
+        self._links = [*self._links, *pair]
+        for link in pair:
+            self._start(f"to-{site}", link.run)
 
     # Sending.
 
@@ -382,6 +391,35 @@ class Node:
         self._core.check()
         self._core.forget(self.me, min(seq, self.last(self.me)))
 
+    # Sites that come and go.
+
+    def add_site(self, name: str, *, address: str, zone: str = "") -> None:
+        """Makes another site known, which then gets what is left of this site's messages, and all to come.
+
+        Predicates with sets take it in at once, for whoever waits from now on. Each site has to be told.
+
+        Raises:
+            ReplicationError: There is one of this name already.
+            ConfigError: The name or the address is wrong.
+        """
+        self._core.check()
+        self._core.add_site(name, make_site(name, {"address": address, "zone": zone, "store": "there"}))
+        self._link(name)
+
+    def remove_site(self, name: str) -> None:
+        """Forgets another site: it is no longer in any set, sent to or heard. Its log stays in this site's store.
+
+        Raises:
+            ReplicationError: There is no such other site.
+            PredicateError: A predicate names it, or does not hold without it; nothing was changed.
+        """
+        self._core.check()
+        self._core.remove_site(name)
+        for link in self._links_to(name):
+            link.kick()
+        self._links = [link for link in self._links if link.site != name]
+        self._incoming.hang_up(name)
+
     # The node itself.
 
     def status(self) -> dict[str, Any]:
@@ -401,7 +439,8 @@ class Node:
             }
             heard = dict(core.heard)
         connections: dict[str, dict[str, Any]] = {
-            link.site: {"control": "", "data": "", "sent_bytes": 0, "heard": heard[link.site]} for link in self._links
+            link.site: {"control": "", "data": "", "sent_bytes": 0, "heard": heard.get(link.site, False)}
+            for link in self._links
         }
         for link in self._links:
             connections[link.site][link.purpose] = link.state
