@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent import futures
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,8 +85,8 @@ class StabilizerReplication(Checkpoint):
         self._first_step = 0
         self._stable_step = -1
         self._warned_step = -1
-        self._sender: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
+        self._sender: futures.ThreadPoolExecutor | None = None
+        self._pending: list[futures.Future[None]] = []
         self.staging: Path | None = None  # folder of checkpoints on their way
         if node is not None:
             node.get_stability_frontier(predicate)  # says if there is none
@@ -111,7 +111,7 @@ class StabilizerReplication(Checkpoint):
         """Begins to count from the step that the training begins with."""
         del pl_module
         self._first_step = self._last_step = trainer.global_step
-        self._sender = ThreadPoolExecutor(1, thread_name_prefix="stabilizer-send")
+        self._sender = futures.ThreadPoolExecutor(1, thread_name_prefix="stabilizer-send")
         staging = tempfile.mkdtemp(prefix="torchext-checkpoints-") if trainer.is_global_zero else ""
         self.staging = Path(trainer.strategy.broadcast(staging))
 
@@ -194,8 +194,9 @@ class StabilizerReplication(Checkpoint):
         if self.on_unstable == "raise":
             raise StabilityTimeoutError(f"{words}; {self._why()}")
         deadline = time.monotonic() + self.timeout
-        for future in self._pending:
-            future.result(max(0.0, deadline - time.monotonic()))
+        if futures.wait(self._pending, self.timeout).not_done:
+            raise StabilityTimeoutError(f"{words}; the next is still being handed over after {self.timeout:g} s")
+        self._raise_failures()
         with self._lock:
             wanted = next((sent for sent in self.sent if step - sent.step <= self.max_lag), None)
         if wanted is not None:

@@ -101,9 +101,9 @@ def test_lag_is_warned_of_or_raised(pair: Pair, tmp_path: Path) -> None:
     options = {"every_n_steps": 2, "max_lag": 4, "timeout": 0.2}
     with pytest.warns(UserWarning, match=r"step \d: the newest stable checkpoint is of step 0, more than max_lag = 4"):
         fit(Model(), trainer(tmp_path, 8, StabilizerReplication(pair.paris, on_unstable="warn", **options)))  # type: ignore[arg-type]
-    with pytest.raises(StabilityTimeoutError, match=r"step 5: .* message \d+ of paris .* tokyo.persisted is at 0"):
+    with pytest.raises(StabilityTimeoutError, match=r"step 5: the newest stable checkpoint is of step 0"):
         fit(Model(), trainer(tmp_path, 8, StabilizerReplication(pair.paris, on_unstable="raise", **options)))  # type: ignore[arg-type]
-    with pytest.raises(StabilityTimeoutError, match=r"did not become stable under 'safe' .* tokyo.persisted is at 0"):
+    with pytest.raises(StabilityTimeoutError, match=r"tokyo.persisted is at 0|still being handed over"):
         fit(Model(), trainer(tmp_path, 8, StabilizerReplication(pair.paris, on_unstable="wait", **options)))  # type: ignore[arg-type]
 
 
