@@ -160,6 +160,7 @@ class Story(pl.Callback):
         self.begun = time.monotonic()
         self.seen: list[tuple[float, int, int]] = []  # seconds, step, step of the newest stable checkpoint
         self.events: list[tuple[float, str]] = []
+        self.reviving = threading.Thread()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         step = trainer.global_step
@@ -173,8 +174,10 @@ class Story(pl.Callback):
             self._say("safe: a majority")
         elif step == REVIVE:
             # In a thread: the training does not wait for the site to start.
-            threading.Thread(target=self._revive).start()
+            self.reviving = threading.Thread(target=self._revive)
+            self.reviving.start()
         elif step == STRENGTHEN:
+            self.reviving.join()  # so that the story is told in this order on a slow machine, too
             self.node.change_predicate("safe", ALL)
             self._say("safe: all sites")
         stable = max(self.replication.stable_step, 0)
