@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchext.replication import PredicateError, dual
@@ -198,6 +198,7 @@ def test_dual_is_the_text_with_its_functions_exchanged() -> None:
     assert dual("MAX(MIN($ZONE_eu), MIN)") == "MIN(MAX($ZONE_eu), MIN)"  # a site may be called MIN
 
 
+@settings(max_examples=40)
 @given(st.data())
 def test_frontiers_never_go_back_and_waits_keep_their_predicate(data: st.DataObject) -> None:
     num_sites = data.draw(st.integers(2, 8))
