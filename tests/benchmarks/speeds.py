@@ -5,11 +5,12 @@
 
 DIR holds pal/*.csv (rutwik-n-jain/blox-pal, MIT) and alibaba_minibatch/*.csv (alibaba/clusterdata, CC BY 4.0).
 
-PAL: nodes of two clusters, ResNet and BERT on each. Half of the (node, class) cells are hidden, at random, and
-predicted from the others; racks are known. Alibaba: the mini-batch times of ten workers of a job, predicted ten steps
-ahead from the last forty. All models learn their parameters from what is shown, and from nothing else. Values are log speeds, per class (or job) less their mean and over their sd. RMSE is of hidden cells' means, NLL per cell,
-coverage of 90 % intervals. `node mean` is a mean per node and class, drawn towards the node's and the class's; `plain
-GP` has a squared exponential kernel with one length for each of node, rack, class and time.
+PAL: nodes of two clusters, ResNet and BERT on each. Half of the (node, class) cells are hidden, at random, and foretold
+from the others; racks are known. Alibaba: the mini-batch times of ten workers of a job, predicted ten steps ahead from
+the last forty. All models learn their parameters from what is shown, and from nothing else. Values are log speeds, per
+class (or job) less their mean and over their sd. RMSE is of hidden cells' means, NLL per cell, coverage of 90 %
+intervals. `node mean` is a mean per node and class, drawn towards the node's and the class's; `plain GP` has a squared
+exponential kernel with one length for each of node, rack, class and time.
 """
 
 from __future__ import annotations
@@ -201,7 +202,8 @@ def pal(folder: Path, cluster: str, seed: int) -> Data:
     return Data(seen, hidden, count, [racks[node] for node in nodes], 2, 0.0)
 
 
-_FIT_STEPS = 60
+_FIT_STEPS = 40
+_WINDOWS = 8  # of each job of Alibaba's
 # Longest walk, and whether there is a graph of machines alike in running time.
 _WALKS = {
     "RWGP, no walks": (0, False),
@@ -237,7 +239,7 @@ def alibaba(path: Path) -> list[Data]:
             seen, hidden, torch.ones(len(hidden.value), dtype=torch.float64), [""] * len(workers), 1, float(now)
         )
 
-    nows = range(third, len(steps) - _AHEAD, max(1, (len(steps) - third) // 25))
+    nows = range(third, len(steps) - _AHEAD, max(1, (len(steps) - third) // _WINDOWS))
     return [window(now) for now in nows]
 
 
@@ -257,15 +259,21 @@ def compare(folder: Path, num_seeds: int) -> dict[str, dict[str, dict[str, float
     contenders.update({name: rwgp(*how) for name, how in _WALKS.items()})
     for cluster in ("frontera", "longhorn"):
         datas = [pal(folder / "pal", cluster, seed) for seed in range(num_seeds)]
-        report[f"PAL {cluster}"] = {
-            name: _mean([score(predict(data), data) for data in datas]) for name, predict in contenders.items()
-        }
+        report[f"PAL {cluster}"] = _compare(f"PAL {cluster}", datas, contenders)
     for number in range(1, 5):
         datas = alibaba(folder / "alibaba_minibatch" / f"job_{number}_norm.csv")
-        report[f"Alibaba job {number}"] = {
-            name: _mean([score(predict(data), data) for data in datas]) for name, predict in contenders.items()
-        }
+        report[f"Alibaba job {number}"] = _compare(f"Alibaba job {number}", datas, contenders)
     return report
+
+
+def _compare(
+    where: str, datas: list[Data], contenders: dict[str, Callable[[Data], Predicted]]
+) -> dict[str, dict[str, float]]:
+    rows = {name: _mean([score(predict(data), data) for data in datas]) for name, predict in contenders.items()}
+    print(f"{where:20}   RMSE    NLL  coverage of 90 %")
+    for name, row in rows.items():
+        print(f"  {name:18} {row['rmse']:6.3f} {row['nll']:6.3f}  {row['coverage']:.3f}", flush=True)
+    return rows
 
 
 def _mean(scores: list[dict[str, float]]) -> dict[str, float]:
@@ -316,11 +324,7 @@ def main() -> None:
         report["time"] = time_model(options.machines, options.classes)
         print(report["time"])
     if options.data:
-        for where, rows in compare(options.data, options.seeds).items():
-            report[where] = rows
-            print(f"{where:20}   RMSE    NLL  coverage of 90 %")
-            for name, row in rows.items():
-                print(f"  {name:18} {row['rmse']:6.3f} {row['nll']:6.3f}  {row['coverage']:.3f}")
+        report.update(compare(options.data, options.seeds))
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))
 

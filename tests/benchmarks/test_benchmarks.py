@@ -48,3 +48,18 @@ def test_replication_reports_each_figure() -> None:
     assert "change_predicate" in _run(*program, "change")
     assert "majority persisted, alone" in _run(*program, "latency", "--messages", "3")
     assert "to 1, together" in _run(*program, "loopback", "--receivers", "1", "--gib", "0.06", "--rounds", "1")
+
+
+def test_dual_compares_contenders_on_the_same_windows(tmp_path: Path) -> None:
+    trace = HERE.parents[1] / "examples" / "data" / "philly_2017-10-09.csv"
+    words = ("--trace", trace, "--cluster", "synthetic:6", "--windows", "2", "--jobs", "20")
+    printed = _run(HERE / "dual.py", *words, "--json", tmp_path / "out.json")
+    rows = json.loads((tmp_path / "out.json").read_text())["windows"]
+    assert {"packed", "machine mean, comparative", "RWGP, comparative", "oracle, comparative"} <= set(rows)
+    assert all(len(row["jct_h"]) == 2 for row in rows.values())
+    assert "JCT against machine mean, comparative" in printed
+
+
+def test_speeds_times_the_model() -> None:
+    printed = _run(HERE / "speeds.py", "--time", "--machines", "30", "--classes", "2")
+    assert "'rows': 60.0" in printed

@@ -138,10 +138,11 @@ class Dual:
         described = self.features.describe(jobs, state)
         self._reservation = self._overdue(jobs, state)
         said = self._ask(jobs, described, state)
+        scores: list[float]
         if said is None:
-            scores = [4.0 * float(service) for service in described[:, 0]]
+            scores = (4.0 * described[:, 0]).tolist()
         else:
-            scores = [-float(logit) for logit in said.logits]
+            scores = (-said.logits).tolist()
             if state.running:  # else nothing would ever happen that could end the wait
                 held = (said.logits < said.wait).tolist()
                 scores = [math.inf if hold else score for hold, score in zip(held, scores, strict=True)]

@@ -27,7 +27,7 @@ _RANK = 2  # of the covariance of classes, beside its diagonal
 _OLDEST = 40.0
 # Of what `fit` believes before it has seen anything. Classes are much alike: one in which all that has been seen of it
 # was regular need not stay so.
-_PRIOR_SDS = {"beta": 1.0, "weight": 0.3, "log_own": 0.3, "log_noise": 2.0, "log_memory": 1.0}
+_PRIOR_SDS = {"beta": 1.0, "weight": 0.15, "log_own": 0.15, "log_noise": 2.0, "log_memory": 1.0}
 
 
 class RWGPError(ValueError):
