@@ -106,6 +106,17 @@ def test_the_fast_machine_is_left_to_the_class_that_gains_most_from_it() -> None
     assert placement.speed == pytest.approx(math.e)
 
 
+def test_thrift_prefers_speed_per_money() -> None:
+    cluster = Cluster((Machine("dear", 1, price_per_gpu_hour=3.0), Machine("cheap", 1, price_per_gpu_hour=1.0)))
+    job, state = Job("j", 0.0, 1, job_class="x"), ClusterState(cluster)
+    for fast, chosen in ((2.0, 1), (4.0, 0)):
+        advantage = Advantage(_Told({"x": [math.log(fast), 0.0]}), thrift=1.0)
+        advantage.finished(job)
+        placement = advantage(job, state)
+        assert placement is not None
+        assert placement.gpus == ((chosen, 1),)
+
+
 def test_optimism_tries_the_unknown_and_caution_avoids_it() -> None:
     model = _Told({"x": [0.0, -0.1]}, sd=[0.0, 0.3])
     job = Job("j", 0.0, 1, job_class="x")

@@ -37,8 +37,8 @@ class Advantage:
         comparative: 0 sends each job to its fastest machine; 1 counts only what it gains more than others do.
         optimism: Standard deviations to add, to try machines of which little is known (UCB); below 0 avoids them.
         emptiness: How much fragmentation is avoided: GPUs left over count against a machine.
-        thrift: How much prices count: a machine at twice the mean price loses log(2) times as much. 0: not at all; 1:
-            what counts is speed per money.
+        thrift: How much prices count, in [0, 1]. 0: not at all; 1: what counts is speed per money, and no more what
+            other classes would gain.
     """
 
     model: SpeedModel
@@ -112,7 +112,7 @@ class Advantage:
         prediction = self.model.predict(job.job_class, state.now_s)
         value = prediction.mean + self.optimism * prediction.sd
         if self.comparative and self._ended:
-            value = value - self.comparative * self._typical(state.now_s)
+            value = value - (1 - self.thrift) * self.comparative * self._typical(state.now_s)
         if self.thrift:
             value = value - self.thrift * np.log(np.maximum(self._prices(state), 1e-9))
         loss = state.cluster.contention_of(job.job_class)
