@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from torchext.standby import rng
 from torchext.standby.errors import StateMismatchError
@@ -78,9 +79,9 @@ class Replicator:
         standby: ``"host:port"`` of a ``torchext standby``, or ``"local"``: one on this host, started if need be, which
             ends ten minutes after the last training process has left it.
         job: Name of the job at the standby; None: see `default_job`.
-        rank: Rank of this process; None: environment variable RANK, else 0.
-        world_size: Number of processes; None: environment variable WORLD_SIZE, else 1. With several, a step counts
-            once every rank has committed it, so all have to commit the same steps.
+        rank: Rank of this process; None: of the default process group, else environment variable RANK, else 0.
+        world_size: Number of processes; None: of the default process group, else environment variable WORLD_SIZE, else
+            1. With several, a step counts once every rank has committed it, so all have to commit the same steps.
         extra: Further objects with a state, by name. Tensors in it are copied at each commit if they have changed.
         mode: ``"lag1"``: the standby pulls a step while the next one runs. ``"rpo0"``: `commit` returns only once the
             standby holds the step.
@@ -120,8 +121,11 @@ class Replicator:
         self._models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
         self._extra = dict(extra or {})
-        rank = int(os.environ.get("RANK", "0")) if rank is None else rank
-        world_size = int(os.environ.get("WORLD_SIZE", "1")) if world_size is None else world_size
+        is_distributed = dist.is_available() and dist.is_initialized()
+        if rank is None:
+            rank = dist.get_rank() if is_distributed else int(os.environ.get("RANK", "0"))
+        if world_size is None:
+            world_size = dist.get_world_size() if is_distributed else int(os.environ.get("WORLD_SIZE", "1"))
         if not 0 <= rank < world_size:
             raise ValueError(f"rank has to be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
         self._publisher = Publisher(

@@ -17,8 +17,8 @@ from torchext.standby.errors import CorruptStateError, StandbyError
 
 _HEADER = struct.Struct("<4sIQI")  # magic, bytes of JSON, bytes of data, CRC-32 of both
 _MAGIC = b"TXS1"  # changes with the protocol
-_MAX_JSON = 1 << 28
-_MAX_DATA = 1 << 40
+_MAX_BYTES = 1 << 32
+_MAX_GREETING_BYTES = 1 << 16  # from somebody who has not shown that he knows the token
 _TOKEN_VARIABLE = "TORCHEXT_STANDBY_TOKEN"
 
 
@@ -31,8 +31,8 @@ def send(sock: socket.socket, words: dict[str, Any], data: bytes | memoryview = 
         sock.sendall(data)
 
 
-def receive(sock: socket.socket) -> tuple[dict[str, Any], memoryview]:
-    """Receives one message.
+def receive(sock: socket.socket, max_bytes: int = _MAX_BYTES) -> tuple[dict[str, Any], memoryview]:
+    """Receives one message of at most so many bytes.
 
     Raises:
         ConnectionError: The peer has closed the connection.
@@ -40,7 +40,7 @@ def receive(sock: socket.socket) -> tuple[dict[str, Any], memoryview]:
         CorruptStateError: Something else than a message of this protocol came.
     """
     magic, text_bytes, data_bytes, crc = _HEADER.unpack(receive_exactly(sock, _HEADER.size))
-    if magic != _MAGIC or text_bytes > _MAX_JSON or data_bytes > _MAX_DATA:
+    if magic != _MAGIC or text_bytes + data_bytes > max_bytes:
         raise CorruptStateError(f"expected a message of the standby's protocol {_MAGIC!r}, got {bytes(magic)!r}")
     text = receive_exactly(sock, text_bytes)
     data = receive_exactly(sock, data_bytes)
@@ -113,7 +113,7 @@ def greet(sock: socket.socket, hello: dict[str, Any]) -> dict[str, Any]:
     """
     nonce = secrets.token_hex(16)
     send(sock, {"nonce": nonce})
-    challenge, _ = receive(sock)
+    challenge, _ = receive(sock, _MAX_GREETING_BYTES)
     secret = token()
     if not proved(secret, nonce, "standby", challenge["proof"]):
         raise StandbyError(f"the standby has another token; give both sides the same {_TOKEN_VARIABLE}")
@@ -128,11 +128,11 @@ def accept(sock: socket.socket) -> dict[str, Any]:
     Raises:
         StandbyError: It does not.
     """
-    greeting, _ = receive(sock)
+    greeting, _ = receive(sock, _MAX_GREETING_BYTES)
     nonce = secrets.token_hex(16)
     secret = token()
     send(sock, {"nonce": nonce, "proof": prove(secret, greeting["nonce"], "standby")})
-    hello, _ = receive(sock)
+    hello, _ = receive(sock, _MAX_GREETING_BYTES)
     if not proved(secret, nonce, "client", hello["proof"]):
         raise StandbyError(f"the client has another token; give both sides the same {_TOKEN_VARIABLE}")
     return hello

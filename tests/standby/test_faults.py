@@ -1,0 +1,271 @@
+"""Training processes and standbys that are killed, stopped and restarted, as real processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.standby.processes import Net, build, start_standby, step, undisturbed
+from tests.standby.training import PLACES, Trainings
+from torchext.standby import FencedError, Replicator, StandbyError, StandbyLostError, StandbyLostWarning
+from torchext.standby.daemon import Daemon
+from torchext.standby.link import fetch, status
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[str]:
+    """The address of a standby process that no test harms."""
+    os.environ["TORCHEXT_STANDBY_TOKEN"] = "a secret of the tests"
+    process, address = start_standby("--jobs", "1000")
+    del os.environ["TORCHEXT_STANDBY_TOKEN"]
+    yield address
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture(scope="module")
+def trainings() -> Iterator[Trainings]:
+    os.environ["TORCHEXT_STANDBY_TOKEN"] = "a secret of the tests"
+    running = Trainings()
+    del os.environ["TORCHEXT_STANDBY_TOKEN"]
+    yield running
+    running.close()
+
+
+def _lines(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def _kill_until_it_ends(trainings: Trainings, address: str, log: Path, seed: int, **options: Any) -> int:
+    """Lets a training die again and again; checks what it did. Returns how often it died."""
+    random_numbers = random.Random(seed)
+    num_deaths = 0
+    while True:
+        place = random_numbers.choice(list(PLACES))
+        lines = random_numbers.randrange(1, 6000)
+        if num_deaths == 8:
+            place = None
+        ended = trainings.run(
+            log=str(log), num_steps=NUM_STEPS, standby=address, job=str(log), place=place, lines=lines, **options
+        )
+        if ended == 0:
+            break
+        assert ended == -signal.SIGKILL
+        num_deaths += 1
+    losses, weights = undisturbed(NUM_STEPS)
+    done = -1
+    allowed = 0 if options.get("mode") == "rpo0" else 1
+    for line in _lines(log):
+        if "start" in line:
+            assert line["start"] >= done + 1 - allowed, "more was done again than is allowed"
+        elif "step" in line:
+            assert line["loss"] == losses[line["step"]]
+            done = line["step"]
+    assert done == NUM_STEPS - 1 or _lines(log)[-1].keys() == {"weights"}
+    final = _lines(log)[-1]["weights"]
+    for name, expected in weights.items():
+        assert torch.equal(torch.tensor(final[name], dtype=expected.dtype), expected), name
+    return num_deaths
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+@pytest.mark.parametrize("mode", ["lag1", "rpo0"])
+def test_a_training_killed_at_random_points_ends_as_if_undisturbed(
+    trainings: Trainings, running: str, tmp_path: Path, mode: str, transport: str
+) -> None:
+    deaths = sum(
+        _kill_until_it_ends(trainings, running, tmp_path / f"{seed}", seed, mode=mode, transport=transport)
+        for seed in range(2)
+    )
+    assert deaths > 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("mode", ["lag1", "rpo0"])
+def test_a_hundred_kills(trainings: Trainings, running: str, tmp_path: Path, mode: str) -> None:
+    deaths, seed = 0, 100
+    while deaths < 100:
+        transport = ("local", "tcp")[seed % 2]
+        deaths += _kill_until_it_ends(trainings, running, tmp_path / f"{seed}", seed, mode=mode, transport=transport)
+        seed += 1
+
+
+def test_a_standby_that_dies_and_comes_back_gets_the_whole_state(standby: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("torchext.standby.publisher._RETRY_S", 0.01)
+    process, address = standby
+    losses, _ = undisturbed(8)
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=address, job="job") as replicator:
+        for i in range(3):
+            assert step(model, optimizer) == losses[i]
+            replicator.commit(i)
+        process.kill()
+        process.wait()
+        with pytest.warns(StandbyLostWarning, match=r"rank 0 of job 'job' has lost its standby at .* training goes on"):
+            _ = step(model, optimizer), replicator.commit(3)  # within one step
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # once is enough
+            assert step(model, optimizer) == losses[4]
+            replicator.commit(4)
+        again, _ = start_standby(listen=address)
+        try:
+            i = 5
+            while not replicator.stats["connected"]:
+                replicator.commit(i)
+                i += 1
+            replicator.commit(i)
+            replicator.gate()
+            replicator.close()
+            state = fetch(address, "job")
+            assert state.step == i
+            for left, right in zip(state.tree["models"]["model"].values(), model.state_dict().values(), strict=True):
+                assert torch.equal(left, right)
+        finally:
+            again.kill()
+            again.communicate()
+
+
+def test_a_standby_that_stops_costs_one_timeout_or_raises(standby: Any) -> None:
+    process, address = standby
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=address, job="a", timeout=0.5) as replicator:
+        step(model, optimizer)
+        replicator.commit(0)
+        replicator.gate()
+        process.send_signal(signal.SIGSTOP)
+        replicator.commit(1)
+        with pytest.warns(StandbyLostWarning, match=r"no answer \(pulled of step 1\) within 0.5 s"):
+            step(model, optimizer)
+        replicator.commit(2)
+        process.send_signal(signal.SIGCONT)
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=address, job="b", timeout=0.5, on_standby_loss="raise") as replicator:
+        step(model, optimizer)
+        replicator.commit(0)
+        replicator.gate()
+        process.send_signal(signal.SIGSTOP)
+        replicator.commit(1)
+        with pytest.raises(StandbyLostError, match=r"rank 0 of job 'b' .* at step 1: no answer"):
+            step(model, optimizer)
+        process.send_signal(signal.SIGCONT)
+
+
+def test_no_standby_at_all(monkeypatch: Any) -> None:
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby="127.0.0.1:1", job="a") as replicator:
+        with pytest.raises(StandbyLostError, match=r"127\.0\.0\.1:1 cannot be reached: .*refused"):
+            replicator.restore()
+        with pytest.warns(StandbyLostWarning, match="refused"):
+            replicator.commit(0)
+    with (
+        Replicator(model, optimizer, standby="127.0.0.1:1", job="a", on_standby_loss="raise") as replicator,
+        pytest.raises(StandbyLostError, match="refused"),
+    ):
+        replicator.commit(0)
+
+
+def test_a_standby_out_of_memory_says_how_much_it_needs() -> None:
+    with Daemon("127.0.0.1:0", memory_bytes=50_000) as daemon:
+        import threading
+
+        thread = threading.Thread(target=daemon.serve)
+        thread.start()
+        model, optimizer = build()
+        with Replicator(model, optimizer, standby=daemon.address, job="a", mode="rpo0") as replicator:
+            step(model, optimizer)
+            with pytest.warns(StandbyLostWarning, match=r"out of memory: \d+ bytes more .* of 50000 are in use"):
+                replicator.commit(0)
+        assert daemon.budget.used_bytes <= 50_000
+        daemon.stop()
+        thread.join()
+        assert daemon.budget.used_bytes == 0
+
+
+def test_an_old_process_that_comes_back_is_fenced(trainings: Trainings, running: str, tmp_path: Path) -> None:
+    address = running
+    log = tmp_path / "log"
+    pid = trainings.start(log=str(log), num_steps=10**6, standby=address, job="job")
+    while not log.exists() or len(_lines_so_far(log)) < 5:
+        os.sched_yield()
+    os.kill(pid, signal.SIGSTOP)
+    model, optimizer = build(seed=5)
+    with Replicator(model, optimizer, standby=address, job="job") as replicator:
+        with pytest.raises(FencedError, match=f"rank 0 of job 'job' is being trained by process {pid} on"):
+            replicator.commit(0)
+        found = replicator.restore()
+        assert found is not None
+        step(model, optimizer)
+        replicator.commit(found.step + 1)
+        os.kill(pid, signal.SIGCONT)
+        assert trainings.wait() == 1  # FencedError, although it may train on without a standby
+        step(model, optimizer)
+        replicator.commit(found.step + 2)
+    assert fetch(address, "job").step == found.step + 2
+
+
+def _lines_so_far(log: Path) -> list[str]:
+    return log.read_text().splitlines()
+
+
+def test_a_torn_image_is_never_handed_out(daemon: Daemon) -> None:
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=daemon.address, job="job", mode="rpo0") as replicator:
+        replicator.commit(0)
+    rank = daemon.jobs["job"].ranks[0]
+    image = next(image for image in rank.images.images if image.record is not None)
+    held = next(iter(image.entries.values()))
+    held.slot.base[17] ^= 4
+    with pytest.raises(StandbyError, match="another checksum than when it was sealed"):
+        fetch(daemon.address, "job")
+    held.slot.base[17] ^= 4
+    assert fetch(daemon.address, "job").step == 0
+    image.tree = image.tree[:-1] + b"!"
+    with pytest.raises(StandbyError, match="the commit record of step 0 does not fit"):
+        fetch(daemon.address, "job")
+
+
+def test_a_wrong_token_is_refused(daemon: Daemon, monkeypatch: Any) -> None:
+    script = "from torchext.standby.link import status; import sys; status(sys.argv[1])"
+    done = subprocess.run(
+        [__import__("sys").executable, "-c", script, daemon.address],
+        env={**os.environ, "TORCHEXT_STANDBY_TOKEN": "another"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert "the standby has another token; give both sides the same TORCHEXT_STANDBY_TOKEN" in done.stderr
+    assert status(daemon.address)["jobs"] == {}
+
+
+def test_random_bytes_do_no_harm(daemon: Daemon) -> None:
+    import socket
+
+    host, port = daemon.address.rsplit(":", 1)
+    for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"TXS1" + b"\xff" * 40, os.urandom(100), b""):
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(data)
+            sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionResetError):
+                while sock.recv(4096):
+                    pass
+    model = Net()
+    with Replicator(model, torch.optim.AdamW(model.parameters()), standby=daemon.address, job="job") as replicator:
+        replicator.commit(0)
+        assert replicator.stats["connected"]

@@ -1,0 +1,68 @@
+"""Two ranks that train together: a step counts once both have committed it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import Rank, start_ranks
+from tests.standby.processes import build
+from torchext.standby import Replicator
+from torchext.standby.link import fetch, status
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NUM_STEPS = 10
+
+
+def _train(rank: Rank, address: str | None, mode: Any, die_at: int | None) -> tuple[int, list[float], list[Any]]:
+    model, optimizer = build()
+    torch.manual_seed(rank.rank)  # each rank has its own dropout and data
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    replicator = None
+    start = 0
+    if address is not None:
+        replicator = Replicator(model, optimizer, standby=address, job="job", mode=mode)
+        found = replicator.restore()
+        start = 0 if found is None else found.step + 1
+    losses = []
+    for i in range(start, NUM_STEPS):
+        x = torch.randn(8, 32)
+        loss = (wrapped(x) - x.flip(0)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if die_at == i and rank.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        optimizer.step()
+        losses.append(loss.item())
+        if replicator is not None:
+            replicator.commit(i)
+    if replicator is not None:
+        replicator.close()
+    return start, losses, [tensor.tolist() for tensor in model.state_dict().values()]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mode", ["lag1", pytest.param("rpo0", marks=pytest.mark.slow)])
+def test_both_go_on_from_the_step_that_both_have(standby: Any, mode: str) -> None:
+    _, address = standby
+    with start_ranks(_train, 2, None, mode, None, backend="gloo", deadline_s=90) as ranks:
+        reference = ranks.values()
+    with start_ranks(_train, 2, address, mode, 6, backend="gloo", deadline_s=90) as ranks:
+        outcomes = ranks.wait()
+    assert outcomes[1].signal == signal.SIGKILL
+    assert outcomes[0].kind == "raised"  # gloo: the peer is gone
+    latest = status(address)["jobs"]["job"]["step"]
+    assert latest == 5 if mode == "rpo0" else latest in (4, 5)
+    assert {fetch(address, "job", rank=rank).step for rank in range(2)} == {latest}
+    with start_ranks(_train, 2, address, mode, None, backend="gloo", deadline_s=90) as ranks:
+        resumed = ranks.values()
+    for (_, losses, weights), (start, resumed_losses, resumed_weights) in zip(reference, resumed, strict=True):
+        assert start == latest + 1
+        assert resumed_losses == losses[start:]
+        assert resumed_weights == weights
+    assert status(address)["jobs"]["job"]["step"] == NUM_STEPS - 1
