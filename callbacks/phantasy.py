@@ -138,15 +138,15 @@ class PhantasyCheckpoint(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lets the standby have the last commit."""
-        self._end()
+        self._end(finished=False)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Waits until the standby has the last step."""
-        self._end()
+        self._end(finished=True)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leaves the trainer as it was."""
-        self._end()
+        self._end(finished=False)
         if self._loops is not None:
             self._loops.close()
             self._loops = None
@@ -194,9 +194,9 @@ class PhantasyCheckpoint(Callback):
         checkpoint: dict[str, Any] = state.tree
         return checkpoint
 
-    def _end(self) -> None:
+    def _end(self, *, finished: bool) -> None:
         if self._publisher is not None:
-            self._publisher.close()
+            self._publisher.close(finished=finished)
             self._publisher = None
 
 

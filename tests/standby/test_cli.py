@@ -59,8 +59,11 @@ def test_a_daemon_ends_cleanly_on_sigterm_and_says_where_it_listens() -> None:
     assert (process.returncode, errors) == (0, "")
 
 
-def test_a_local_standby_starts_by_itself_outlives_the_training_and_ends(monkeypatch: Any) -> None:
-    monkeypatch.setattr("torchext.standby.link._LOCAL_LINGER_S", 0.5)
+class _Crash(Exception):
+    pass
+
+
+def test_a_local_standby_starts_by_itself_outlives_a_crash_and_ends_with_the_training(monkeypatch: Any) -> None:
     monkeypatch.setattr("os.getuid", lambda: 987_654_321)  # an address of this test's own
 
     def environment_knows_the_address(*arguments: Any, **options: Any) -> Any:
@@ -73,15 +76,16 @@ def test_a_local_standby_starts_by_itself_outlives_the_training_and_ends(monkeyp
     run = subprocess.run
     monkeypatch.setattr(subprocess, "run", environment_knows_the_address)
     model, optimizer = build()
-    with Replicator(model, optimizer, job="job") as replicator:
+    with pytest.raises(_Crash), Replicator(model, optimizer, job="job") as replicator:  # noqa: PT012
         assert replicator.restore() is None
         replicator.commit(0, state="kept")
+        raise _Crash
     with Replicator(model, optimizer, job="job") as replicator:
         found = replicator.restore()
         assert found is not None
         assert found.state == "kept"
         process = os.pidfd_open(status("local")["pid"])
-    ended = select.poll()  # as nobody is connected any more
+    ended = select.poll()
     ended.register(process, select.POLLIN)
     assert ended.poll(60_000)
     os.close(process)

@@ -63,7 +63,12 @@ def _serve(argv: list[str]) -> int:
     parser.add_argument(
         "--memory", metavar="SIZE", help="limit of all jobs, such as 64GiB; a job takes twice its state"
     )
-    parser.add_argument("--linger", type=float, metavar="SECONDS", help="end when nobody was connected for so long")
+    parser.add_argument(
+        "--linger",
+        type=float,
+        metavar="SECONDS",
+        help="end when all trainings are over, or so long after the last has left",
+    )
     parser.add_argument("--background", action="store_true", help="return once it listens, and leave it running")
     parser.add_argument("--verbose", action="store_true", help="say who comes and goes")
     options = parser.parse_args(argv)
@@ -89,6 +94,8 @@ def _serve(argv: list[str]) -> int:
         signal.signal(signal.SIGTERM, stop)
         with contextlib.suppress(KeyboardInterrupt):
             daemon.serve()
+    if options.background:
+        os._exit(0)  # nobody waits for it; tearing down the interpreter would only take time
     return 0
 
 

@@ -57,6 +57,7 @@ class Job:
         self.world_size = world_size
         self.book = Book(world_size)
         self.ranks = [Rank(Images(budget)) for _ in range(world_size)]
+        self.finished: set[int] = set()  # ranks whose training is over
 
     def close(self) -> None:
         """Frees the memory."""
@@ -71,7 +72,7 @@ class Daemon:
         listen: Address, as `wire.parse_address` takes it; port 0 takes a free one (see `address`).
         max_jobs: How many jobs it holds at most.
         memory_bytes: What their images may take together; None: no limit.
-        linger_s: Ends by itself after no training process has been connected for so long; None: never.
+        linger_s: Ends by itself once all trainings are over, or nobody has been connected for so long; None: never.
     """
 
     def __init__(
@@ -162,6 +163,8 @@ class Daemon:
         with self.changed:
             if self._sessions or self._linger_s is None:
                 return False
+            if self.jobs and all(len(job.finished) == job.world_size for job in self.jobs.values()):
+                return True
             return time.monotonic() - self._last_used > self._linger_s
 
     def job(self, name: str, world_size: int | None = None) -> Job:
@@ -315,6 +318,7 @@ class Session(threading.Thread):
             "seal": self._seal,
             "drop": self._drop,
             "resume": self._resume,
+            "finish": self._finish,
         }
         while True:
             words, data = wire.receive(self._sock)
@@ -324,7 +328,8 @@ class Session(threading.Thread):
                 else:
                     handlers[words["op"]](words, data)
             except (StandbyError, OSError, ValueError) as error:
-                logger.warning("job %s, rank %s: %s", self.hello["job"], self.hello["rank"], error)
+                level = logging.INFO if isinstance(error, NoStateError) else logging.WARNING
+                logger.log(level, "job %s, rank %s: %s", self.hello["job"], self.hello["rank"], error)
                 self._send({**wire.failure(error), "step": words.get("step")})
 
     def _can_read(self, probe: dict[str, Any] | None) -> bool:
@@ -363,6 +368,7 @@ class Session(threading.Thread):
         with rank.busy:  # no write by the one before is under way any more
             with self._daemon.changed:
                 term = job.book.claim(number, run)
+                job.finished.discard(number)
                 self._job, self._rank_number = job, number
                 rank.session = self
                 steps = job.book.steps()
@@ -375,6 +381,11 @@ class Session(threading.Thread):
         job = self._claimed()
         with self._daemon.changed:
             job.book.resume(self._rank_number, self.hello["run"], words["step"])
+
+    def _finish(self, words: dict[str, Any], _: memoryview) -> None:
+        job = self._claimed()
+        with self._daemon.changed:
+            job.finished.add(self._rank_number)
 
     def _claimed(self) -> Job:
         if self._job is None:

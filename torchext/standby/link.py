@@ -148,6 +148,10 @@ class Link:
         while self.committed is None or self.committed < step:
             self._answer("committed")
 
+    def finish(self) -> None:
+        """The training is over: nobody will resume it."""
+        wire.send(self._sock, {"op": "finish"})
+
     def drop(self, step: int) -> None:
         """The step is not to count; does not wait."""
         wire.send(self._sock, {"op": "drop", "step": step})

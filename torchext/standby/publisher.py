@@ -207,10 +207,13 @@ class Publisher:
         except (OSError, StandbyError) as error:
             self._lose(error)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool) -> None:
         """Lets the standby finish the last commit, then ends the connection. The tensors stay where they are.
 
         Idempotent; raises nothing that has to do with the standby: there is no more to save.
+
+        Args:
+            finished: Whether the training is over. A standby that was started for it ends with it.
         """
         if self._closed:
             return
@@ -223,6 +226,8 @@ class Publisher:
             self.gate()
             if self._link is not None and link is not None and step is not None:
                 link.wait_committed(step)
+            if finished and self._link is not None:
+                self._link.finish()
         except (StandbyError, OSError) as error:
             logger.warning("the last commit may be lost: %s", error)
         self._unlink()

@@ -76,8 +76,8 @@ class Replicator:
     Args:
         model: A module, or several by name.
         optimizer: One, or several.
-        standby: ``"host:port"`` of a ``torchext standby``, or ``"local"``: one on this host, started if need be, which
-            ends ten minutes after the last training process has left it.
+        standby: ``"host:port"`` of a ``torchext standby``, or ``"local"``: one on this host, started if need be; it
+            ends with the last training that it was needed for, or ten minutes after one that has crashed.
         job: Name of the job at the standby; None: see `default_job`.
         rank: Rank of this process; None: of the default process group, else environment variable RANK, else 0.
         world_size: Number of processes; None: of the default process group, else environment variable WORLD_SIZE, else
@@ -195,14 +195,17 @@ class Replicator:
         self._publisher.gate()
 
     def close(self) -> None:
-        """Waits for the last commit and ends the connection; the tensors stay usable. Idempotent."""
-        self._publisher.close()
+        """Waits for the last commit and ends the connection: the training is over. The tensors stay usable. Idempotent.
+
+        A ``with`` block does it too. One that an exception leaves keeps a local standby for the restart.
+        """
+        self._publisher.close(finished=True)
 
     def __enter__(self) -> Replicator:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        self._publisher.close(finished=error is None)
 
     @property
     def stats(self) -> dict[str, Any]:

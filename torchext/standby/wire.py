@@ -92,6 +92,16 @@ def token() -> str:
     return path.read_text().strip()
 
 
+def _secret(sock: socket.socket) -> str:
+    """What both ends of a connection have to know; within a host, the kernel says whose process the other one is."""
+    if sock.family != socket.AF_UNIX:
+        return token()
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    if user != os.geteuid():
+        raise StandbyError(f"the process at the other end is user {user}'s, this one is user {os.geteuid()}'s")
+    return LOCAL
+
+
 def prove(secret: str, nonce: str, role: str) -> str:
     """What only a holder of the secret can answer to ``nonce``."""
     return hmac.new(secret.encode(), f"{role}:{nonce}".encode(), hashlib.sha256).hexdigest()
@@ -114,7 +124,7 @@ def greet(sock: socket.socket, hello: dict[str, Any]) -> dict[str, Any]:
     nonce = secrets.token_hex(16)
     send(sock, {"nonce": nonce})
     challenge, _ = receive(sock, _MAX_GREETING_BYTES)
-    secret = token()
+    secret = _secret(sock)
     if not proved(secret, nonce, "standby", challenge["proof"]):
         raise StandbyError(f"the standby has another token; give both sides the same {_TOKEN_VARIABLE}")
     send(sock, {**hello, "proof": prove(secret, challenge["nonce"], "client")})
@@ -130,7 +140,7 @@ def accept(sock: socket.socket) -> dict[str, Any]:
     """
     greeting, _ = receive(sock, _MAX_GREETING_BYTES)
     nonce = secrets.token_hex(16)
-    secret = token()
+    secret = _secret(sock)
     send(sock, {"nonce": nonce, "proof": prove(secret, greeting["nonce"], "standby")})
     hello, _ = receive(sock, _MAX_GREETING_BYTES)
     if not proved(secret, nonce, "client", hello["proof"]):
