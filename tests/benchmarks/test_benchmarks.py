@@ -35,6 +35,18 @@ def test_channels_reports_each_contender() -> None:
     assert "6.7 MB to 4 receivers, torchext: median" in printed
 
 
+@pytest.mark.slow  # for its processes
+@pytest.mark.skipif(sys.platform != "linux", reason="torchext.standby needs Linux")
+def test_standby_reports_each_contender(tmp_path: Path) -> None:
+    pytest.importorskip("torchext._native", reason="the native core was not built")
+    names = ["nothing", "standby", "standby, rpo0", "torch.save", "fork, copy on write"]
+    small = ("--rounds", "2", "--steps", "1", "--width", "64", "--layers", "1", "--json", tmp_path / "out.json")
+    printed = _run(HERE / "standby.py", *small, "--contenders", *names)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row["contender"] for row in rows] == names
+    assert all(name in printed for name in names)
+
+
 def test_import_time_reports_each_module() -> None:
     printed = _run(HERE / "import_time.py", "--rounds", "1", "--modules", "torchext", "torchext.losses")
     assert "import torchext " in printed

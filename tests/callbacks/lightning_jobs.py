@@ -135,14 +135,13 @@ def fit(
     callback_options = options.pop("callback", {})
     model = Model(crash_at)
     trainer = pl.Trainer(
-        max_epochs=3,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[] if address is None else [PhantasyCheckpoint(address, job="job", **callback_options)],
-        **{"num_sanity_val_steps": 1, **options},
+        **{"max_epochs": 3, "num_sanity_val_steps": 1, **options},
     )
     validation = DataLoader(Numbers(8), batch_size=4)
     trainer.fit(model, loader(kind), validation, ckpt_path=path)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.callbacks.lightning_jobs import Crashed, Model, fit
+from torchext.callbacks import PhantasyCheckpoint
+from torchext.standby import NoStateError, cli
 from torchext.standby.daemon import Daemon
 
 pytestmark = [
@@ -59,13 +64,13 @@ def test_goes_on_from_every_step(daemon: Daemon, kind: str) -> None:
 def test_goes_on_with(daemon: Daemon, options: dict[str, Any]) -> None:
     reference_options = {name: value for name, value in options.items() if name != "callback"}
     reference = fit(None, "shuffled", **reference_options)
-    for crash_at in range(2, len(reference.losses)):
+    for crash_at in range(2, len(reference.losses), 3):
         _assert_goes_on(reference, _crash_and_go_on(daemon, "shuffled", crash_at, **options))
 
 
 def test_goes_on_with_workers(daemon: Daemon) -> None:
     reference = fit(None, "workers")
-    for crash_at in (4, 9):
+    for crash_at in (4, 9):  # in the first epoch and in a later one
         _assert_goes_on(reference, _crash_and_go_on(daemon, "workers", crash_at))
 
 
@@ -76,3 +81,46 @@ def test_a_commit_every_few_steps_is_what_a_restart_finds(daemon: Daemon) -> Non
     resumed = fit(daemon.address, "shuffled", path=f"phantasy://{daemon.address}/latest")
     assert min(resumed.losses) == 8  # 12 was not pulled whole
     _assert_goes_on(reference, resumed)
+
+
+def test_auto_starts_anew_where_the_standby_holds_nothing_and_latest_does_not(daemon: Daemon) -> None:
+    path = f"phantasy://{daemon.address}"
+    with pytest.raises(NoStateError, match="holds no complete state of job 'job'"):
+        fit(daemon.address, "shuffled", path=f"{path}/latest")
+    fit(daemon.address, "shuffled", path=f"{path}/auto", max_epochs=1)
+    assert min(fit(daemon.address, "shuffled", path=f"{path}/auto").losses) == 6
+    with pytest.raises(ValueError, match=r"expected ckpt_path=phantasy://HOST:PORT/STEP, .* got 'phantasy://latest'"):
+        fit(daemon.address, "shuffled", path="phantasy://latest")
+    with pytest.raises(ValueError, match="every_n_steps has to be at least 1, got 0"):
+        PhantasyCheckpoint(daemon.address, every_n_steps=0)
+
+
+def test_an_exported_state_is_an_ordinary_checkpoint(daemon: Daemon, tmp_path: Path) -> None:
+    trained = fit(daemon.address, "shuffled")
+    file = tmp_path / "exported.ckpt"
+    assert cli.main(["export", "latest", str(file), "--standby", daemon.address]) == 0
+    loaded = Model.load_from_checkpoint(file, weights_only=True)
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    assert fit(None, "shuffled", path=str(file)).losses == {}  # nothing is left to do
+    assert len(fit(None, "shuffled", path=str(file), max_epochs=4).losses) == 6
+
+
+def test_another_model_is_refused_with_names_and_shapes(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit(daemon.address, "shuffled", max_epochs=1)
+    monkeypatch.setattr(Model, "configure_model", lambda self: setattr(self, "net", torch.nn.Linear(32, 1)))
+    with pytest.raises(RuntimeError, match=r"net\.weight"):
+        fit(daemon.address, "shuffled", path=f"phantasy://{daemon.address}/latest")
+
+
+def test_the_trainer_is_left_as_it_was(daemon: Daemon) -> None:
+    model = fit(daemon.address, "shuffled", max_epochs=1)
+    trainer = model.trainer
+    assert type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
+    for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
+        assert not {"setup_data", "on_advance_start", "on_run_start", "on_advance_end"} & vars(loop).keys()
+
+
+def test_naming_the_package_does_not_import_lightning() -> None:
+    program = "import sys, torchext.callbacks; print('lightning' in sys.modules)"
+    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

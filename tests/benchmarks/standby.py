@@ -1,0 +1,270 @@
+"""What keeping the state of every step costs: the standby beside ways to save a checkpoint, interleaved.
+
+    python tests/benchmarks/standby.py [--rounds 5] [--steps 3] [--contenders ...] [--width 512 --layers 5]
+
+Each contender trains a transformer of its own (17.3 M parameters by default, fused AdamW, 208 MB of state) and saves
+after each step. A round gives every contender some steps. Reported, as medians over all steps: how long a step took,
+also against "nothing" in the same rounds, and for how long saving held up the training (within the call, and at the
+gate before the optimizer's step). For standbys, the CPU time that their process took for each step. Files go to a
+temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import torchext
+from torchext.standby import Replicator
+from torchext.standby.link import status
+
+
+def transformer(width: int, layers: int) -> torch.nn.Module:
+    layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
+    return torch.nn.Sequential(
+        torch.nn.Embedding(2000, width),
+        torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
+        torch.nn.Linear(width, 1000),
+    )
+
+
+class Contender:
+    """A training of its own; subclasses save."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        torch.manual_seed(0)
+        self.model = transformer(options.width, options.layers)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True)
+        self.tokens = torch.randint(0, 2000, (options.batch, 64))
+        self.folder = folder
+        self.step_s: list[float] = []
+        self.held_up_s: list[float] = []
+        self.number = 0
+
+    def step(self) -> None:
+        start = time.perf_counter()
+        self.optimizer.zero_grad()
+        self.model(self.tokens).square().mean().backward()
+        self.optimizer.step()
+        before = time.perf_counter()
+        held_up = self.save(self.number)
+        end = time.perf_counter()
+        self.number += 1
+        self.step_s.append(end - start)
+        self.held_up_s.append(end - before if held_up is None else held_up)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def save(self, step: int) -> float | None:
+        """Saves; may say itself for how long it held up training, else the time of this call counts."""
+        return 0.0
+
+    def cpu_s(self) -> float | None:
+        """CPU time of helper processes so far."""
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class TorchSave(Contender):
+    def save(self, step: int) -> None:
+        torch.save(self.state(), self.folder / "file.pt")
+
+
+class LightningIO(Contender):
+    """`TorchCheckpointIO`; the next one with its asynchronous wrapper."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        super().__init__(options, folder)
+        from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+        self.io: Any = TorchCheckpointIO()
+
+    def save(self, step: int) -> None:
+        self.io.save_checkpoint(self.state(), str(self.folder / "file.ckpt"))
+
+
+class AsyncLightningIO(LightningIO):
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        super().__init__(options, folder)
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+        self.io = AsyncCheckpointIO(self.io)
+
+    def close(self) -> None:
+        self.io.teardown()
+
+
+class AsyncDCP(Contender):
+    """`torch.distributed.checkpoint.async_save`, which allows one save at a time."""
+
+    future: Any = None
+
+    def save(self, step: int) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        if self.future is not None:
+            self.future.result()
+        self.future = dcp.async_save(self.state(), checkpoint_id=self.folder / f"dcp{step % 2}", no_dist=True)
+
+    def close(self) -> None:
+        if self.future is not None:
+            self.future.result()
+
+
+class ForkCopyOnWrite(Contender):
+    """A forked child writes the state as it was."""
+
+    child = 0
+
+    def save(self, step: int) -> None:
+        self.close()
+        self.child = os.fork()
+        if self.child == 0:
+            torch.save(self.state(), self.folder / "file.pt")
+            os._exit(0)
+
+    def close(self) -> None:
+        if self.child:
+            os.waitpid(self.child, 0)
+            self.child = 0
+
+
+class Standby(Contender):
+    """`Replicator` with a standby process of its own."""
+
+    mode: Any = "lag1"
+    transport: Any = "local"
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        super().__init__(options, folder)
+        command = [sys.executable, "-m", "torchext", "standby", "--listen", "127.0.0.1:0"]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.address = self.process.stdout.readline().split()[-1]
+        self.replicator = Replicator(
+            self.model,
+            self.optimizer,
+            standby=self.address,
+            job="benchmark",
+            mode=self.mode,
+            transport=self.transport,
+            on_standby_loss="raise",
+        )
+        self.stalled_s = 0.0
+
+    def save(self, step: int) -> float:
+        start = time.perf_counter()
+        waited = self.replicator.stats["stalled_s"]
+        self.replicator.commit(step)
+        call_s = time.perf_counter() - start
+        now = self.replicator.stats["stalled_s"]
+        # In the call, and at the gate of this step, which came before it.
+        gate_s, self.stalled_s = waited - self.stalled_s, now
+        return call_s + gate_s
+
+    def cpu_s(self) -> float:
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def close(self) -> None:
+        self.replicator.close()
+        assert status(self.address)["jobs"]["benchmark"]["step"] == self.number - 1
+        self.process.kill()
+        self.process.communicate()
+
+
+class StandbyRpo0(Standby):
+    mode = "rpo0"
+
+
+class StandbyTcp(Standby):
+    transport = "tcp"
+
+
+CONTENDERS: dict[str, Callable[[argparse.Namespace, Path], Contender]] = {
+    "nothing": Contender,
+    "standby": Standby,
+    "standby, rpo0": StandbyRpo0,
+    "standby, TCP": StandbyTcp,
+    "torch.save": TorchSave,
+    "TorchCheckpointIO": LightningIO,
+    "AsyncCheckpointIO": AsyncLightningIO,
+    "DCP async_save": AsyncDCP,
+    "fork, copy on write": ForkCopyOnWrite,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
+    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=5)
+    parser.add_argument("--batch", type=int, default=8, help="sequences of 64 tokens")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    options = parser.parse_args()
+    os.environ.setdefault("TORCHEXT_STANDBY_TOKEN", secrets.token_hex(16))
+    with tempfile.TemporaryDirectory() as root:
+        running: dict[str, Contender] = {}
+        for name in options.contenders:
+            folder = Path(root, name.replace(" ", "_"))
+            folder.mkdir()
+            running[name] = CONTENDERS[name](options, folder)
+        for contender in running.values():
+            contender.step()  # makes the moments, adopts, touches memory for the first time
+            contender.step()
+            contender.step_s.clear()
+            contender.held_up_s.clear()
+        cpu_before = {name: contender.cpu_s() for name, contender in running.items()}
+        for _ in range(options.rounds):
+            for contender in running.values():
+                for _ in range(options.steps):
+                    contender.step()
+        cpu_after = {name: contender.cpu_s() for name, contender in running.items()}
+        for contender in running.values():
+            contender.close()
+    size = sum(p.numel() for p in next(iter(running.values())).model.parameters())
+    base = statistics.median(running["nothing"].step_s) if "nothing" in running else float("nan")
+    print(f"{size / 1e6:.1f} M parameters, {12 * size / 1e6:.0f} MB of state, saved after each step")
+    rows = []
+    for name, contender in running.items():
+        step_s, held_up_s = statistics.median(contender.step_s), statistics.median(contender.held_up_s)
+        before, after = cpu_before[name], cpu_after[name]
+        cpu = None if before is None or after is None else (after - before) / len(contender.step_s)
+        rows.append(
+            {
+                "contender": name,
+                "step_s": step_s,
+                "slowest_step_s": max(contender.step_s),
+                "held_up_s": held_up_s,
+                "standby_cpu_s": cpu,
+            }
+        )
+        words = "" if cpu is None else f"  standby: {1e3 * cpu:.1f} ms of CPU per step"
+        print(
+            f"{name:<20} step {1e3 * step_s:8.1f} ms ({100 * (step_s / base - 1):+6.1f} %)  held up "
+            f"{1e3 * held_up_s:8.2f} ms ({100 * held_up_s / base:6.2f} % of a step){words}"
+        )
+    if options.json:
+        versions = {"torchext": torchext.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}
+        options.json.write_text(json.dumps({"versions": versions, "options": sys.argv[1:], "rows": rows}, indent=2))
+
+
+if __name__ == "__main__":
+    main()
