@@ -65,6 +65,8 @@ class Agent(LocalElasticAgent):
         self._pcontext: PContext | None = None
         self._ending_by: float | None = None  # when the present workers, asked to end, will be killed
         self._success: RunResult | None = None  # of the present workers, while those of other nodes still run
+        self._signalled = False
+        self._in_a_hurry = False  # a SIGINT has come after the signal that ends the run
 
     # Starting
 
@@ -82,7 +84,18 @@ class Agent(LocalElasticAgent):
         assert context is not None
         # torch closes a context in several places, most of them with 30 s of grace, whatever the user has asked for.
         context.close = functools.partial(self._end_workers, context)  # type: ignore[method-assign]
+        for number in _signals_to_handle():
+            signal.signal(number, self._receive)
         return pids
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        """Stands in for torch's handler, which also throws the agent out of the ending that it has begun."""
+        received = signal.Signals(number)
+        if self._signalled:
+            self._in_a_hurry = self._in_a_hurry or received == signal.SIGINT
+            return
+        self._signalled = True
+        raise SignalException(f"process {os.getpid()} got signal {received.name}", received)
 
     # Watching
 
@@ -140,7 +153,9 @@ class Agent(LocalElasticAgent):
                 if first:
                     for pid in _left(groups):
                         _signal_group(pid, death_sig or signal.SIGTERM)
-                while _left(groups) and time.monotonic() < self._ending_by and not waiting.in_a_hurry:
+                while _left(groups) and time.monotonic() < self._ending_by:
+                    if waiting.in_a_hurry or self._in_a_hurry:
+                        break
                     time.sleep(_POLL_S)
                 for pid in _left(groups):
                     logger.warning("worker %s has not ended within the grace of %g s: killing it", pid, self._grace_s)
@@ -159,11 +174,8 @@ class _Waiting:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _Waiting:
-        names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
-        for name in names.split(","):
-            number = getattr(signal, name.strip(), None)
-            if isinstance(number, signal.Signals):
-                self._previous[number] = signal.signal(number, self._receive)
+        for number in _signals_to_handle():
+            self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -174,6 +186,12 @@ class _Waiting:
         if number == signal.SIGINT:
             self.in_a_hurry = True
         self.received = signal.Signals(number)
+
+
+def _signals_to_handle() -> list[signal.Signals]:
+    names = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    numbers = [getattr(signal, name.strip(), None) for name in names.split(",")]
+    return [number for number in numbers if isinstance(number, signal.Signals)]
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
