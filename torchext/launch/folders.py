@@ -25,9 +25,10 @@ from typing import Any
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that it is there whole or not at all, also after a crash."""
+    """Writes a file, for this user alone, so that it is there whole or not at all, also after a crash."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "w") as file:
+    temporary.unlink(missing_ok=True)  # of a process that was killed and had the same number
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

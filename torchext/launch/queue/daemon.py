@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from torchext.launch.errors import LaunchError
-from torchext.launch.folders import lock
+from torchext.launch.folders import lock, write_whole
 from torchext.launch.queue.dispatcher import Dispatcher
 from torchext.launch.queue.node import LocalNode, Node
 from torchext.launch.queue.remote import NotYet, RemoteNode
@@ -185,21 +185,25 @@ class Daemon:
 
     async def _listen(self, address: str) -> asyncio.Server:
         host, _, port = address.rpartition(":")
-        token = self._folder / "token"
-        if not token.exists():
-            descriptor = os.open(token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with open(descriptor, "w") as file:
-                file.write(secrets.token_urlsafe(32))
+        if not self._token():
+            write_whole(self._folder / "token", secrets.token_urlsafe(32))
         try:
             return await asyncio.start_server(self._serve_remote, host, int(port), limit=_LONGEST_LINE)
         except (OSError, ValueError) as error:
             raise LaunchError(f"cannot listen at {address!r} (HOST:PORT; port 0 for any): {error}") from error
 
+    def _token(self) -> str:
+        """What remote clients have to know; empty, which lets nobody in, where there is none."""
+        try:
+            return (self._folder / "token").read_text().strip()
+        except FileNotFoundError:
+            return ""
+
     async def _serve_local(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await self._serve(reader, writer, token=None)
 
     async def _serve_remote(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._serve(reader, writer, token=(self._folder / "token").read_text().strip())
+        await self._serve(reader, writer, token=self._token())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str | None) -> None:
         try:
@@ -221,8 +225,9 @@ class Daemon:
         try:
             request = json.loads(line)
             given = str(request.pop("token", ""))
-            if token is not None and not hmac.compare_digest(given.encode(), token.encode()):
-                return {"error": "this queue needs its token: TORCHEXT_QUEUE_TOKEN, or --token-file", "refused": True}
+            if token is not None and not (token and hmac.compare_digest(given.encode(), token.encode())):
+                words = "this queue needs its token, which is in its folder: set TORCHEXT_QUEUE_TOKEN"
+                return {"error": words, "refused": True}
             operation = self._operations[request.pop("op")]
             result = operation(**request)
         except LaunchError as error:

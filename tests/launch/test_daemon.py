@@ -1,0 +1,37 @@
+"""The daemon's answers, without a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from torchext.launch.queue.daemon import Daemon
+from torchext.scheduling import Cluster, Machine
+
+_PING = json.dumps({"op": "ping"}).encode()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    made = Daemon(tmp_path / "q", cluster=Cluster((Machine("a", 2),)))
+    yield made
+    made.close()
+
+
+def test_a_token_that_was_lost_lets_nobody_in_and_is_made_anew(daemon: Daemon, tmp_path: Path) -> None:
+    token = tmp_path / "q" / "token"
+    token.touch()  # as a daemon leaves it that is killed, or has no room, when it makes it
+
+    async def listen() -> None:
+        (await daemon._listen("127.0.0.1:0")).close()
+
+    assert daemon._answer(_PING, daemon._token())["refused"]
+    asyncio.run(listen())
+    assert len(token.read_text()) > 30
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert daemon._answer(_PING, daemon._token())["refused"]
+    assert "result" in daemon._answer(json.dumps({"op": "ping", "token": token.read_text()}).encode(), daemon._token())
