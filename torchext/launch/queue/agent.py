@@ -52,15 +52,18 @@ def join(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stopped.set())
     try:
-        node = LocalNode(folder, address=address or _address_towards(url), devices=devices, lease=folder / "lease")
-        agent = _Agent(name, node, folder / "lease")
+        agent: _Agent | None = None
         while not stopped.is_set():
             try:
+                if agent is None:
+                    lease = folder / "lease"
+                    node = LocalNode(folder, address=address or _address_towards(url), devices=devices, lease=lease)
+                    agent = _Agent(name, node, lease, _id_of(folder))
                 with Client(url) as client:
                     logger.info("machine %s has joined %s", name, url)
                     while not stopped.wait(_SYNC_S):
                         agent.sync(client)
-            except QueueGoneError as error:
+            except (QueueGoneError, OSError) as error:  # OSError: the disk is full, or there is no network yet
                 logger.warning("%s; trying again", error)
                 stopped.wait(_AGAIN_S)
     finally:
@@ -68,11 +71,11 @@ def join(
 
 
 class _Agent:
-    def __init__(self, name: str, node: LocalNode, lease: Path) -> None:
+    def __init__(self, name: str, node: LocalNode, lease: Path, identity: str) -> None:
         self._name = name
         self._node = node
         self._lease = lease
-        self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._id = identity
         self._watched: list[str] = []
         self._logs: list[list[Any]] = []
 
@@ -83,8 +86,9 @@ class _Agent:
             report = self._node.look(PartKey.parse(word))
             reports.append([word, report.state.value, report.status, report.endpoint])
         have = [str(key) for key in self._node.started() if self._node.look(key).state is PartState.RUNNING]
+        asked_s = time.clock_gettime(time.CLOCK_BOOTTIME)  # the daemon counts from when it has heard us, which is later
         told = client.call("sync", machine=self._name, agent=self._id, reports=reports, logs=self._logs, have=have)
-        write_lease(self._lease, told["lease_s"])
+        write_lease(self._lease, asked_s + told["lease_s"])
         for fields in told["start"]:
             self._node.start(Part.from_dict(fields))
         for word in told["end"]:
@@ -96,9 +100,17 @@ class _Agent:
             self._logs.append([word, offset, size, base64.b64encode(data).decode()])
 
 
-def write_lease(path: Path, lease_s: float) -> None:
-    """Lets the runners of this machine go on for so long, on a clock that nobody sets."""
-    write_whole(path, json.dumps({"until_s": time.clock_gettime(time.CLOCK_BOOTTIME) + lease_s}))
+def write_lease(path: Path, until_s: float) -> None:
+    """Lets the runners of this machine go on until then, on CLOCK_BOOTTIME, which nobody sets."""
+    write_whole(path, json.dumps({"until_s": until_s}))
+
+
+def _id_of(folder: Path) -> str:
+    """Names the agents of a folder, of which one runs at a time; the parts in the folder are theirs alone."""
+    path = folder / "agent.id"
+    if not path.exists():
+        write_whole(path, f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}")
+    return path.read_text()
 
 
 def _address_towards(url: str) -> str:

@@ -78,8 +78,8 @@ class Client:
             line = self._file.readline()
         except OSError as error:
             raise QueueGoneError(f"lost the queue while waiting for its answer to {op!r}: {error}") from error
-        if not line:
-            raise QueueGoneError(f"the queue ended before it answered {op!r}")
+        if not line.endswith(b"\n"):
+            raise QueueGoneError(f"the queue ended before it had answered {op!r}")
         answer = json.loads(line)
         if "error" in answer:
             raise LaunchError(answer["error"])

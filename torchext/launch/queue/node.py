@@ -97,12 +97,13 @@ class LocalNode:
 
     def _spawn(self, part: Part, folder: Path, held: int) -> None:
         env = {**part.env, _MARK: str(folder)}
-        if self._devices is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices[slot] for slot in part.slots)
         if part.holds_store:
             env["TORCHEXT_ENDPOINT_FILE"] = str(folder / "endpoint")
-        with open(folder / "output.log", "ab") as output:
+        log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        with open(log, "ab") as output:
             try:
+                if self._devices is not None:
+                    env["CUDA_VISIBLE_DEVICES"] = self._visible(part)
                 child = subprocess.Popen(
                     [part.python, "-m", "torchext.launch.queue.runner", str(folder)],
                     stdin=subprocess.DEVNULL,
@@ -113,12 +114,22 @@ class LocalNode:
                     pass_fds=[held],
                     start_new_session=True,
                 )
-            except OSError as error:
-                output.write(f"torchext: cannot start {part.python} in {part.cwd}: {error}\n".encode())
+            except (OSError, ValueError) as error:  # ValueError: a word or name that the system cannot pass on
+                words = f"torchext: cannot start {part.python} in {part.cwd}: {error}\n"
+                output.write(words.encode(errors="backslashreplace"))
                 folders.write_whole(folder / "result.json", json.dumps({"status": 1, "end_s": time.time()}))
                 return
         self._children[part.key] = child
         folders.write_pid(folder, child.pid)
+
+    def _visible(self, part: Part) -> str:
+        assert self._devices is not None
+        if max(part.slots) >= len(self._devices):
+            raise ValueError(
+                f"slots {part.slots} are asked for, but this machine has {len(self._devices)} GPUs; "
+                "the cluster file should say so"
+            )
+        return ",".join(self._devices[slot] for slot in part.slots)
 
     def look(self, key: PartKey) -> PartReport:
         """See `Node`."""
