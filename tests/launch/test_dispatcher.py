@@ -334,6 +334,8 @@ def test_cancel_and_requeue(queue: _Queue) -> None:
     queue.dispatcher.tick()
     assert queue.running() == [(running, 2)]
     queue.dispatcher.cancel(running)
+    with pytest.raises(LaunchError, match="job 1 is being cancelled; requeue it once it has ended"):
+        queue.dispatcher.requeue(running)
     queue.dispatcher.tick()
     queue.end(PartKey(running, 2, 0), PartReport(PartState.ENDED, status=143))
     queue.dispatcher.tick()
@@ -377,6 +379,34 @@ def test_a_drained_machine_takes_nothing_and_gives_up_what_it_has(queue: _Queue)
     assert [state for _, state, *_ in queue.dispatcher.machines()] == ["up", "up", "up"]
     with pytest.raises(LaunchError, match="the cluster has no machine 'z', only a, b, c"):
         queue.dispatcher.drain("z")
+
+
+@pytest.mark.parametrize("leave", ["drain", "away"])
+def test_what_has_not_started_leaves_a_machine_that_closes(las_queue: _Queue, leave: str) -> None:
+    queue = las_queue
+    old = [queue.dispatcher.submit(_submission(nproc=2)) for _ in "ab"]
+    queue.dispatcher.tick()
+    new = queue.dispatcher.submit(_submission(nproc=2))
+    while not queue.world.asked:
+        queue.dispatcher.tick()
+    (asked,) = queue.world.asked
+    machine = queue.world.parts[asked][0]
+    assert queue.dispatcher.runs(new)[0].machines == ((machine, 2),)
+    if leave == "drain":
+        queue.dispatcher.drain(machine)
+    else:
+        queue.dispatcher.set_away(machine, True)
+    queue.dispatcher.tick()
+    run = queue.dispatcher.runs(new)[0]
+    assert (run.start_s, run.outcome) == (None, f"not started: {machine} takes no new jobs")
+    queue.end(asked, PartReport(PartState.ENDED, status=143))
+    for _ in range(10):
+        queue.dispatcher.tick()
+        for key in queue.world.can_succeed():
+            queue.end(key, _DONE)
+    assert queue.state(new) is JobState.DONE
+    assert {queue.world.parts[key][0] for key in queue.world.parts if key.job == new} == {"ab".replace(machine, "")}
+    assert all(queue.state(number) is JobState.DONE for number in old)
 
 
 def test_a_restart_forgets_neither_order_nor_lessons(queue: _Queue) -> None:
@@ -473,6 +503,10 @@ class _Machine(RuleBasedStateMachine):
     @rule(machine=st.sampled_from("abc"), now=st.booleans())
     def drain(self, machine: str, now: bool) -> None:
         self._do(lambda: self.queue.dispatcher.drain(machine, now=now))
+
+    @rule(machine=st.sampled_from("abc"), away=st.booleans())
+    def set_away(self, machine: str, away: bool) -> None:
+        self._do(self.queue.dispatcher.set_away, machine, away)
 
     @rule(machine=st.sampled_from("abc"))
     def undrain(self, machine: str) -> None:

@@ -101,7 +101,15 @@ class Scheduler:
             self.state.recall(job, service_gpu_s, progress_s)
         self._enqueue(job)
 
-    def adopt(self, job: Job, placement: Placement, start_s: float, *, service_gpu_s: float = 0.0) -> Running:
+    def adopt(
+        self,
+        job: Job,
+        placement: Placement,
+        start_s: float,
+        *,
+        service_gpu_s: float = 0.0,
+        progress_s: float = 0.0,
+    ) -> Running:
         """Adds a job that runs already, as a driver does that has been restarted.
 
         Args:
@@ -109,12 +117,13 @@ class Scheduler:
             placement: Where it runs; those GPUs must be free here.
             start_s: Since when.
             service_gpu_s: GPU-seconds that it had held before.
+            progress_s: Work that it had kept of them, in seconds of a machine with speed 1.
 
         Raises:
             SchedulingError: A job of that id waits or runs.
         """
         self._number(job)
-        self.state.recall(job, service_gpu_s, 0.0)
+        self.state.recall(job, service_gpu_s, progress_s)
         running = self.state.start(job, placement)
         running.start_s = running.mark_s = start_s
         if self.policy.preemptive:

@@ -85,6 +85,7 @@ class Dispatcher:
         self._runs: list[RunRow] = []  # not over, by decision
         self._next_step: dict[int, float] = {}
         self._away: set[str] = set()  # machines that cannot be asked
+        self._drained = store.drained()
         self._recover()
 
     # What users ask for
@@ -151,6 +152,8 @@ class Dispatcher:
             return
         started = [run for run in self._runs_of(number) if run.start_s is not None and run.why is None]
         if not started:
+            if any(run.why in (Why.CANCEL, Why.PREEMPT_CANCEL) for run in self._runs_of(number)):
+                raise LaunchError(f"job {number} is being cancelled; requeue it once it has ended")
             raise LaunchError(f"job {number} waits already")
         self._ask_to_end(started, Why.REQUEUE)
 
@@ -162,6 +165,7 @@ class Dispatcher:
         """
         self._check_machine(machine)
         self._store.set_drained(machine, True)
+        self._drained.add(machine)
         self._open_or_close(machine)
         if now:
             here = [run for run in self._runs if run.why is None and machine in dict(run.machines)]
@@ -175,6 +179,7 @@ class Dispatcher:
         """
         self._check_machine(machine)
         self._store.set_drained(machine, False)
+        self._drained.discard(machine)
         self._open_or_close(machine)
 
     # What users ask about
@@ -206,10 +211,9 @@ class Dispatcher:
 
     def machines(self) -> list[tuple[str, str, int, int, list[int]]]:
         """Lists machines: name, state, slots, free slots, jobs there."""
-        drained = self._store.drained()
         listed = []
         for machine in self._cluster.machines:
-            state = "away" if machine.name in self._away else "drained" if machine.name in drained else "up"
+            state = "away" if machine.name in self._away else "drained" if machine.name in self._drained else "up"
             here = [run for run in self._runs if run.start_s is not None and machine.name in dict(run.machines)]
             used = sum(dict(run.machines)[machine.name] for run in here)
             listed.append(
@@ -288,7 +292,11 @@ class Dispatcher:
                     "file now gives fewer slots than are in use; let it end, or cancel it, with the old file first"
                 )
             running = self._scheduler.adopt(
-                job, placement, holding[-1].start_s or self._clock.now_s(), service_gpu_s=row.run_s * job.num_gpus
+                job,
+                placement,
+                holding[-1].start_s or self._clock.now_s(),
+                service_gpu_s=row.run_s * job.num_gpus,
+                progress_s=row.run_s,
             )
             running.speed = self._scheduler.state.speed(job, placement)
             self._expect_step(running)
@@ -385,6 +393,7 @@ class Dispatcher:
         if ended is JobState.DONE and holds:
             scheduler.finish(job)
             del self._jobs[row.id]
+            self._next_step.pop(row.id, None)
         elif ended is not None:
             self._leave(row.id)
         elif again and holds:
@@ -445,6 +454,10 @@ class Dispatcher:
 
     def _try_to_launch(self, run: RunRow) -> None:
         """Starts a run if its slots are free and an earlier run of its job is over."""
+        closed = [name for name, _ in run.machines if not self._scheduler.state.is_open(self._machines[name])]
+        if closed:
+            self._take_back(run, f"not started: {', '.join(closed)} takes no new jobs")
+            return
         started = [other for other in self._runs if other.start_s is not None]
         if any(other.job == run.job for other in started):
             return
@@ -458,13 +471,28 @@ class Dispatcher:
                 for slot in used
             }
             free = [slot for slot in range(self._cluster.machines[self._machines[name]].num_gpus) if slot not in taken]
-            if len(free) < count or name in self._away:
+            if len(free) < count:
                 return
             slots.append(tuple(free[:count]))
         run.slots, run.start_s = tuple(slots), self._clock.now_s()
         with self._store.transaction():
             self._store.save_run(run)
         self._start_part(run, run.keys()[0], None)
+
+    def _take_back(self, run: RunRow, reason: str) -> None:
+        """Undoes the decision on a run that has not started: its job is in line again."""
+        row = self._rows[run.job]
+        with self._store.transaction():
+            self._drop_unstarted(run.job, reason)
+            if not self._runs_of(run.job):
+                row.state = JobState.WAITING
+            row.reason = reason
+            self._store.save_job(row)
+        running = self._scheduler.state.running[str(run.job)]
+        running.start_s = running.mark_s = self._scheduler.state.now_s = self._clock.now_s()  # it has held nothing yet
+        self._scheduler.evict(running.job, running.progress_s)
+        self._next_step.pop(run.job, None)
+        logger.info("job %d, run %d: %s", run.job, run.number, reason)
 
     def _start_part(self, run: RunRow, key: PartKey, endpoint: str | None) -> None:
         row = self._rows[run.job]
@@ -516,7 +544,7 @@ class Dispatcher:
 
     def _open_or_close(self, name: str) -> None:
         index = self._machines[name]
-        wanted = name not in self._away and name not in self._store.drained()
+        wanted = name not in self._away and name not in self._drained
         if wanted != self._scheduler.state.is_open(index):
             (self._scheduler.open if wanted else self._scheduler.close)(index)
 
