@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
+from torchext.launch.errors import LaunchError
+from torchext.launch.queue import remote
 from torchext.launch.queue.agent import _Agent
 from torchext.launch.queue.client import Client, QueueGoneError
 from torchext.launch.queue.node import LocalNode
+from torchext.launch.queue.remote import NotYet, RemoteNode
 from torchext.launch.queue.types import Part, PartKey, PartState
 
 _KEY = PartKey(1, 1, 0)
@@ -76,3 +79,83 @@ def test_a_lease_counts_from_before_the_daemon_was_asked(tmp_path: Path) -> None
     agent.sync(daemon)  # type: ignore[arg-type]
     assert json.loads((tmp_path / "lease").read_text())["until_s"] <= daemon.answered_s + 100.0
     assert os.listdir(tmp_path) == ["lease"]
+
+
+class _Clock:
+    """Stands in for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    made = _Clock()
+    monkeypatch.setattr(remote, "time", made)
+    return made
+
+
+def _sync(node: RemoteNode, agent: str = "one", state: str | None = None, logs: list[list[Any]] | None = None) -> Any:
+    reports = [] if state is None else [[str(_KEY), state, 0 if state == "ended" else None, None]]
+    return node.sync(agent=agent, reports=reports, logs=logs or [], have=[], open_parts={_KEY})
+
+
+def test_another_agent_has_to_wait_until_nothing_of_the_first_can_be_left(clock: _Clock) -> None:
+    node = RemoteNode("a", 100.0)
+    _sync(node)
+    node.start(_part())
+    assert len(_sync(node, state="absent")["start"]) == 1
+    _sync(node, state="running")
+    for silent_s in (1.0, 90.0, 26.0):  # lease, grace and spare time are 116 s
+        clock.now_s += silent_s
+        if silent_s != 26.0:
+            with pytest.raises(LaunchError, match="machine 'a' has an agent already.* may go on for 100 s"):
+                _sync(node, agent="two")
+    _sync(node, agent="two", state="absent")
+    assert node.look(_KEY).state is PartState.LOST  # and is not started by the new agent
+    assert _sync(node, agent="two")["start"] == []
+    with pytest.raises(LaunchError, match="has an agent already"):
+        _sync(node, agent="one")
+
+
+def test_an_agent_that_comes_back_is_heard_at_once(clock: _Clock) -> None:
+    node = RemoteNode("a", 100.0)
+    node.start(_part())
+    _sync(node, state="running")
+    clock.now_s += 90.0
+    _sync(node, state="running")
+    assert node.look(_KEY).state is PartState.RUNNING
+
+
+def _ask(node: RemoteNode, offset: int = 0) -> bytes | None:
+    try:
+        return node.read_log(_KEY, offset, 10)
+    except NotYet:
+        return None
+
+
+def test_what_was_read_of_a_log_before_the_end_does_not_count_after_it(clock: _Clock) -> None:
+    node = RemoteNode("a", 100.0)
+    node.start(_part())
+    _sync(node, state="running")
+    assert _ask(node) is None
+    asked = _sync(node)["logs"]
+    assert asked == [[str(_KEY), 0, 10]]
+    assert _sync(node, state="ended", logs=[[str(_KEY), 0, 10, ""]])["logs"] == asked
+    assert _ask(node) is None
+    _sync(node, state="ended", logs=[[str(_KEY), 0, 10, "bGFzdA=="]])
+    assert _ask(node) == b"last"
+
+
+def test_logs_of_a_machine_that_is_away_are_refused_and_none_are_kept_for_ever(clock: _Clock) -> None:
+    node = RemoteNode("a", 100.0)
+    _sync(node)
+    assert _ask(node) is None
+    clock.now_s += 31.0
+    with pytest.raises(LaunchError, match="machine 'a' is away, and what job 1 has printed there is on it"):
+        _ask(node)
+    node.forget({_KEY})
+    assert _sync(node)["logs"] == []

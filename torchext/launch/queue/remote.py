@@ -21,6 +21,8 @@ from torchext.launch.queue.node import SPARE_S
 from torchext.launch.queue.types import Part, PartKey, PartReport, PartState
 
 _AWAY_S = 5.0  # of silence, and no new jobs go there
+_LOG_KEPT_S = 30.0  # a piece of a log that nobody asks for any more
+_OVER = (PartState.ENDED, PartState.LOST)
 
 
 class NotYet(Exception):
@@ -44,7 +46,8 @@ class RemoteNode:
         self._starts: dict[PartKey, Part] = {}
         self._ends: set[PartKey] = set()
         self._graces_s: dict[PartKey, float] = {}
-        self._logs: dict[tuple[PartKey, int, int], bytes | None] = {}
+        # (part, offset, size): what the agent has read there, once it has, and when it was last asked for.
+        self._logs: dict[tuple[PartKey, int, int], tuple[bytes | None, float]] = {}
 
     @property
     def away(self) -> bool:
@@ -63,7 +66,7 @@ class RemoteNode:
     def look(self, key: PartKey) -> PartReport:
         """Says what was last heard of a part; lost, if that was too long ago for it to be running still."""
         report = self._reports.get(key, PartReport(PartState.UNKNOWN))
-        over = report.state in (PartState.ENDED, PartState.LOST)
+        over = report.state in _OVER
         silent_s = time.monotonic() - self._heard_at
         if not over and silent_s > self._lease_s + self._graces_s.get(key, 0.0) + SPARE_S:
             return PartReport(PartState.LOST)
@@ -81,12 +84,14 @@ class RemoteNode:
 
         Raises:
             NotYet: The agent has been asked for it now.
+            LaunchError: The machine is silent.
         """
-        data = self._logs.get((key, offset, size))
+        if self.away:
+            raise LaunchError(f"machine {self._name!r} is away, and what job {key.job} has printed there is on it")
+        data, _ = self._logs.pop((key, offset, size), (None, 0.0))
         if data is None:
-            self._logs[key, offset, size] = None
+            self._logs[key, offset, size] = (None, time.monotonic())
             raise NotYet
-        del self._logs[key, offset, size]
         return data
 
     def forget(self, open_parts: Set[PartKey]) -> None:
@@ -95,6 +100,9 @@ class RemoteNode:
             for key in known.keys() - open_parts:
                 del known[key]
         self._ends.intersection_update(open_parts)
+        old = [asked for asked, (_, asked_at) in self._logs.items() if time.monotonic() - asked_at > _LOG_KEPT_S]
+        for asked in old:
+            del self._logs[asked]
 
     def sync(
         self, *, agent: str, reports: list[list[Any]], logs: list[list[Any]], have: list[str], open_parts: set[PartKey]
@@ -102,7 +110,8 @@ class RemoteNode:
         """Hears an agent and tells it what to do.
 
         Args:
-            agent: Names the agent's process; there is one per machine.
+            agent: Names the agent and its folder; there is one per machine. Another one is heard only once nothing
+                can be left of what was started in the folder of the first.
             reports: (part, state, status, endpoint) of each part that it was asked about.
             logs: (part, offset, size, data) of what it was asked for.
             have: Parts that run there, as far as the agent knows.
@@ -111,24 +120,46 @@ class RemoteNode:
         Raises:
             LaunchError: Another agent speaks for this machine.
         """
-        if self._agent not in (None, agent) and not self.away:
-            raise LaunchError(f"machine {self._name!r} has an agent already; end that one, or join by another --name")
+        if self._agent not in (None, agent):
+            self._make_way(open_parts)
         self._agent, self._heard_at = agent, time.monotonic()
+        for word, offset, size, data in logs:
+            asked = (PartKey.parse(word), offset, size)
+            if asked in self._logs:
+                self._logs[asked] = (base64.b64decode(data), time.monotonic())
         for word, state, status, endpoint in reports:
             key = PartKey.parse(word)
-            if key not in open_parts:
+            before = self._reports.get(key)
+            if key not in open_parts or (before is not None and before.state in _OVER):
                 continue
             report = PartReport(PartState(state), status, endpoint)
             self._reports[key] = report
             if report.state is not PartState.ABSENT:
                 self._starts.pop(key, None)
-        for word, offset, size, data in logs:
-            self._logs[PartKey.parse(word), offset, size] = base64.b64decode(data)
+            if report.state in _OVER:
+                # What was read before the end may lack the last words; it is asked for again.
+                for asked in [asked for asked in self._logs if asked[0] == key]:
+                    self._logs[asked] = (None, self._logs[asked][1])
         strangers = [word for word in have if PartKey.parse(word) not in open_parts]
         return {
             "start": [part.to_dict() for part in self._starts.values()],
             "watch": [str(key) for key in self._reports],
             "end": [*map(str, self._ends), *strangers],
-            "logs": [[str(key), offset, size] for (key, offset, size), data in self._logs.items() if data is None],
+            "logs": [[str(key), offset, size] for (key, offset, size), (data, _) in self._logs.items() if data is None],
             "lease_s": self._lease_s,
         }
+
+    def _make_way(self, open_parts: set[PartKey]) -> None:
+        """Lets another agent speak, from another folder, unless what runs in that of the present one may live on.
+
+        Raises:
+            LaunchError: It may.
+        """
+        may_run = [key for key in open_parts if self.look(key).state not in _OVER]
+        if not self.away or may_run:
+            raise LaunchError(
+                f"machine {self._name!r} has an agent already; end that one, or join by another --name"
+                + (f". Jobs of an agent that is gone may go on for {self._lease_s:g} s and their grace" * bool(may_run))
+            )
+        self._reports = {key: self.look(key) for key in open_parts}
+        self._starts.clear()
