@@ -35,3 +35,8 @@ def test_a_token_that_was_lost_lets_nobody_in_and_is_made_anew(daemon: Daemon, t
     assert token.stat().st_mode & 0o777 == 0o600
     assert daemon._answer(_PING, daemon._token())["refused"]
     assert "result" in daemon._answer(json.dumps({"op": "ping", "token": token.read_text()}).encode(), daemon._token())
+
+
+def test_a_log_is_not_read_from_before_its_beginning(daemon: Daemon) -> None:
+    answer = daemon._answer(b'{"op": "log", "job": 1, "run": 1, "node": 0, "offset": -1, "size": 9}', None)
+    assert "from an offset and for a size of at least 0, got -1 and 9" in answer["error"]

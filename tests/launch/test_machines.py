@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from torchext.launch.errors import LaunchError
+from torchext.launch.queue import node as node_module
 from torchext.launch.queue import remote
 from torchext.launch.queue.agent import _Agent
 from torchext.launch.queue.client import Client, QueueGoneError
@@ -43,6 +44,17 @@ def test_a_part_that_cannot_be_started_has_failed_and_says_why(part: Part, words
     assert words in node.read_log(_KEY, 0, 1000).decode()
     (log,) = tmp_path.glob("1/run-1/node-0/output.log")
     assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_what_has_been_lost_and_is_gone_is_not_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    node = LocalNode(tmp_path)
+    folder = tmp_path / "1" / "run-1" / "node-0"
+    folder.mkdir(parents=True)  # its lock is free, and there is no result
+    assert node.started() == [_KEY]
+    assert node.look(_KEY).state is PartState.LOST
+    assert node.started() == []
+    monkeypatch.setattr(node_module, "_kill_marked", lambda folder: pytest.fail("looked through all processes again"))
+    assert node.look(_KEY).state is PartState.LOST
 
 
 def test_half_an_answer_is_no_answer(tmp_path: Path) -> None:

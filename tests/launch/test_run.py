@@ -170,3 +170,24 @@ def test_what_workers_leave_behind_is_ended_and_named() -> None:
         assert program.wait() == 0
         assert f"ending what the workers have left behind: {child[1]}" in program.output
         assert leaks.state(int(child[1])) == ""
+
+
+_LEAVES_A_LEADER = """
+import subprocess, sys
+child = (
+    "import signal, sys\\n"
+    "signal.signal(signal.SIGTERM, lambda *_: sys.exit('the child was asked to end'))\\n"
+    "print(1, flush=True)\\n"
+    "while True: signal.pause()"
+)
+words = [sys.executable, "-S", "-c", child]
+subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
+"""
+
+
+def test_leaders_of_sessions_that_workers_leave_behind_are_asked_to_end(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(_LEAVES_A_LEADER)
+    with Program((*TORCHEXT, "--grace", "60", str(script))) as program:
+        assert program.wait() == 0
+        assert "the child was asked to end" in program.output

@@ -7,6 +7,7 @@
 ``end``               it has been told to end
 ``endpoint``          where the store of the run is
 ``result.json``       exit status, written last
+``lost``              it has been lost, and nothing of it lives
 ``output.log``        what the run prints, with job, node and rank before each line
 ``ranks/``            one file for each rank and attempt
 ====================  ================================================================================================

@@ -81,12 +81,14 @@ def keep(agent: Callable[[], int], *, grace_s: float, signals: Iterable[signal.S
     previous = {number: signal.signal(number, lambda received, _: _pass_on(child, received)) for number in wanted}
     signal.pthread_sigmask(signal.SIG_UNBLOCK, wanted)
     try:
-        status = _wait(child)
-        _end_what_is_left(grace_s)
+        code = _wait(child)
+        for number in wanted:
+            signal.signal(number, signal.SIG_IGN)  # nobody is there to pass them on to
+        _end_what_is_left(grace_s, agent_was_killed=code < 0)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-    return status
+    return code if code >= 0 else 128 - code
 
 
 def _become_agent(agent: Callable[[], int], keeper: int, signals: set[signal.Signals]) -> None:
@@ -114,15 +116,14 @@ def _pass_on(child: int, number: int) -> None:
 
 
 def _wait(child: int) -> int:
-    """Waits for the agent, and on the way for orphans that have ended."""
+    """Waits for the agent, and on the way for orphans that have ended; returns its status, -N for signal N."""
     while True:
         pid, status = os.waitpid(-1, 0)
         if pid == child:
-            code = os.waitstatus_to_exitcode(status)
-            return code if code >= 0 else 128 - code
+            return os.waitstatus_to_exitcode(status)
 
 
-def _end_what_is_left(grace_s: float) -> None:
+def _end_what_is_left(grace_s: float, *, agent_was_killed: bool) -> None:
     """Ends all descendants: asks, waits, kills."""
     if not _reap():
         return
@@ -131,9 +132,9 @@ def _end_what_is_left(grace_s: float) -> None:
         return
     logger.warning("ending what the workers have left behind: %s", ", ".join(f"{pid} ({_name(pid)})" for pid in left))
     for pid in left:
-        # A worker leads its session, and has had SIGTERM from the kernel when the agent died; a second one could
+        # A worker leads its session, and has had SIGTERM from the kernel if the agent was killed; a second one could
         # interrupt the saving of its checkpoint.
-        if not _leads_session(pid):
+        if not (agent_was_killed and _leads_session(pid)):
             _send(pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     while _reap() and time.monotonic() < deadline:

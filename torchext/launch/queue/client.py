@@ -92,10 +92,10 @@ class Client:
 
     def log(self, job: int, *, run: int | None = None, node: int = 0, follow: bool = False) -> Iterator[bytes]:
         """Yields what a job prints: its latest run's so far, or, following, of all its coming runs until it ends."""
-        number = run or max(self.call("job", job=job)["num_runs"], 1)
+        number = run or max(self.call("job", job=job, plan=False)["num_runs"], 1)
         offset = 0
         while True:
-            described = self.call("job", job=job)
+            described = self.call("job", job=job, plan=False)
             if described["num_runs"] < number:
                 if run is not None or JobState(described["state"]).ended:
                     raise LaunchError(f"job {job} has no run {number}, only {described['num_runs']}")

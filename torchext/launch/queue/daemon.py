@@ -28,7 +28,7 @@ from torchext.launch.queue.dispatcher import Dispatcher
 from torchext.launch.queue.node import LocalNode, Node
 from torchext.launch.queue.remote import NotYet, RemoteNode
 from torchext.launch.queue.store import JobRow, RunRow, Store
-from torchext.launch.queue.types import PartKey, Submission
+from torchext.launch.queue.types import JobState, PartKey, Submission
 from torchext.scheduling import Cluster, Machine, make_policy
 
 logger = logging.getLogger(__name__)
@@ -246,20 +246,22 @@ class Daemon:
         rows = self._dispatcher.jobs(math.inf if ended_within_s is None else ended_within_s)
         return {"now_s": self._dispatcher.now_s(), "jobs": [_row(row) for row in rows]}
 
-    def _describe(self, job: int) -> dict[str, Any]:
+    def _describe(self, job: int, plan: bool = True) -> dict[str, Any]:
         row = self._dispatcher.job(job)
         described = _row(row)
         described["submission"] = json.loads(row.submission.to_json())
         described["submission"].pop("env")  # may hold secrets
         described["runs"] = [_run(run) for run in self._dispatcher.runs(job)]
         described["now_s"] = self._dispatcher.now_s()
-        if row.state.value == "waiting":
+        if plan and row.state is JobState.WAITING:
             waits = {wait.job_id: wait for wait in self._dispatcher.plan().waits}
             if str(job) in waits:
                 described["waits"] = dataclasses.asdict(waits[str(job)])
         return described
 
     def _read_log(self, job: int, run: int, node: int, offset: int, size: int) -> dict[str, Any]:
+        if offset < 0 or size < 0:
+            raise LaunchError(f"a log is read from an offset and for a size of at least 0, got {offset} and {size}")
         try:
             data, more = self._dispatcher.read_log(PartKey(job, run, node), offset, min(size, 1 << 20))
         except NotYet:

@@ -147,7 +147,9 @@ class LocalNode:
         self._kill_at.pop(key, None)
         self._signalled.discard(key)
         if result is None:
-            _kill_marked(folder)
+            if not (folder / "lost").exists() and not _kill_marked(folder):
+                with contextlib.suppress(OSError):  # a full disk; we look again
+                    (folder / "lost").touch()
             return PartReport(PartState.LOST)
         return PartReport(PartState.ENDED, status=result["status"], endpoint=_read_endpoint(folder))
 
@@ -164,7 +166,7 @@ class LocalNode:
         return [
             PartKey(int(folder.parts[-3]), int(folder.parts[-2].removeprefix("run-")), int(folder.name[len("node-") :]))
             for folder in self._folder.glob("*/run-*/node-*")
-            if not (folder / "result.json").exists()
+            if not (folder / "result.json").exists() and not (folder / "lost").exists()
         ]
 
     def read_log(self, key: PartKey, offset: int, size: int) -> bytes:
@@ -218,12 +220,15 @@ def _signal(folder: Path) -> bool:
     return True
 
 
-def _kill_marked(folder: Path) -> None:
-    """Kills all that was started for a part and still lives."""
+def _kill_marked(folder: Path) -> bool:
+    """Kills all that was started for a part and still lives; says whether there was any."""
+    found = False
     wanted = f"{_MARK}={folder}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         try:
             if wanted in entry.read_bytes().split(b"\0"):
+                found = True
                 os.kill(int(entry.parent.name), signal.SIGKILL)
         except OSError:
             continue  # it has ended, or is another user's
+    return found

@@ -7,6 +7,7 @@ started, is known after a crash.
 from __future__ import annotations
 
 import json
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,6 +120,7 @@ class Store:
     """
 
     def __init__(self, path: Path) -> None:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))  # environments of jobs may hold secrets
         self._connection = sqlite3.connect(path, isolation_level=None)
         self._connection.row_factory = sqlite3.Row
         self._connection.execute("PRAGMA journal_mode=WAL")
@@ -135,10 +137,11 @@ class Store:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
+            self._connection.execute("COMMIT")
         except BaseException:
-            self._connection.execute("ROLLBACK")
+            if self._connection.in_transaction:  # a full disk may have ended it already
+                self._connection.execute("ROLLBACK")
             raise
-        self._connection.execute("COMMIT")
 
     def add_job(self, submission: Submission, submit_s: float) -> JobRow:
         """Keeps a new job and gives it a number."""
@@ -226,8 +229,12 @@ class Store:
 
     def clock_s(self) -> float:
         """The latest time that the queue has seen; 0 if it is new."""
-        row = self._connection.execute("SELECT now_s FROM clock").fetchone()
-        return 0.0 if row is None else float(row["now_s"])
+        (latest_s,) = self._connection.execute(
+            "SELECT max(t) FROM (SELECT max(now_s) AS t FROM clock UNION ALL SELECT max(submit_s) FROM jobs "
+            "UNION ALL SELECT max(end_s) FROM jobs UNION ALL SELECT max(decided_s) FROM runs "
+            "UNION ALL SELECT max(start_s) FROM runs UNION ALL SELECT max(end_s) FROM runs)"
+        ).fetchone()
+        return 0.0 if latest_s is None else float(latest_s)
 
     def save_clock(self, now_s: float) -> None:
         """Keeps the time."""

@@ -37,6 +37,9 @@ def describe(words: Sequence[str]) -> Submission:
         raise LaunchError("--standalone is for one node; leave it out, the queue lets the nodes meet")
     begin = len(words) - len(args.training_script_args) - 1
     assert words[begin] == args.training_script
+    options = words[:begin]
+    if options and options[-1] == "--":
+        options.pop()  # the queue adds options of its own after these
     try:
         nproc: int | None = int(args.nproc_per_node)
     except ValueError:
@@ -44,7 +47,7 @@ def describe(words: Sequence[str]) -> Submission:
     made = Submission(
         name=args.name or Path(args.training_script).stem,
         user=getpass.getuser(),
-        options=tuple(words[:begin]),
+        options=tuple(options),
         command=tuple(words[begin:]),
         python=sys.executable,
         cwd=str(Path.cwd()),
