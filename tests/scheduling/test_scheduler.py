@@ -243,9 +243,10 @@ def test_a_price_cap_keeps_a_job_off_dearer_machines() -> None:
 def test_running_and_waiting_jobs_can_be_taken_over() -> None:
     scheduler = _scheduler(LAS(thresholds_gpu_s=(100.0, 200.0)), 2)
     scheduler.state.now_s = 1000.0
-    running = scheduler.adopt(Job("old", 0.0, 2), Placement(((0, 2),)), 900.0, service_gpu_s=50.0)
+    running = scheduler.adopt(Job("old", 0.0, 2), Placement(((0, 2),)), 900.0, service_gpu_s=50.0, progress_s=25.0)
     assert scheduler.state.free == [0]
     assert running.service_gpu_s(1000.0) == 250.0
+    assert running.progress(1000.0) == 25.0  # its speed is not known yet
     scheduler.submit(Job("tired", 1.0, 2), service_gpu_s=300.0)
     assert _ids(scheduler) == []  # both are in the last queue
     scheduler.submit(Job("fresh", 2.0, 2))

@@ -143,6 +143,50 @@ def test_several_that_are_overdue_are_served_in_turn_also_when_machines_fail() -
     assert of_large[-1] < 11_000.0 + 4 * (500.0 + 600.0) + 3 * 2600.0
 
 
+def test_an_overdue_job_does_not_stand_in_the_way_of_urgent_ones_of_its_shape() -> None:
+    scheduler = Scheduler(_heuristic(patience_s=3600.0), ClusterState(Cluster.uniform(1, 4)))
+    running, late, urgent = Job("running", 0.0, 2), Job("late", 0.0, 4), Job("urgent", 0.0, 4, priority=1)
+    scheduler.submit(running)
+    scheduler.decide()
+    scheduler.submit(late)
+    scheduler.state.now_s = 2 * 3600.0
+    assert scheduler.decide() == []  # the machine is kept free for it
+    scheduler.submit(urgent)
+    scheduler.finish(running)
+    assert [start.job.id for start in scheduler.decide()] == ["urgent"]
+    scheduler.finish(urgent)
+    assert [start.job.id for start in scheduler.decide()] == ["late"]
+
+
+def test_nothing_is_kept_free_for_a_job_that_needs_a_closed_machine() -> None:
+    scheduler = Scheduler(_heuristic(patience_s=3600.0), ClusterState(Cluster.uniform(2, 4)))
+    scheduler.close(1)
+    scheduler.submit(Job("late", 0.0, 8))
+    scheduler.state.now_s = 2 * 3600.0
+    scheduler.submit(Job("small", 7200.0, 1))
+    assert "it needs machines that take no jobs now" in plan(scheduler).waits[0].why
+    assert [start.job.id for start in scheduler.decide()] == ["small"]
+    scheduler.open(1)
+    scheduler.submit(Job("next", 7200.0, 1))
+    assert scheduler.decide() == []
+    assert "kept free for it: node0, node1" in plan(scheduler).waits[0].why
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_where_the_speed_model_fails_jobs_are_packed(learned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Dual(Agents(), budget_s=math.inf) if learned else _heuristic()
+    scheduler = Scheduler(policy, ClusterState(Cluster.uniform(2, 4)))
+
+    def fail(job_class: str, now_s: float) -> None:
+        raise np.linalg.LinAlgError("singular")
+
+    monkeypatch.setattr(policy._advantage_for(scheduler.state).model, "predict", fail)
+    scheduler.submit(Job("a", 0.0, 2))
+    (start,) = scheduler.decide()
+    assert start.placement.gpus == ((0, 2),)
+    assert policy._fallback == "the speed model failed: singular"
+
+
 def test_agents_may_hold_jobs_back_but_never_stop_the_queue() -> None:
     def never_serve(agents: Agents) -> None:
         agents.ordering.wait[-1].bias.fill_(1e6)  # type: ignore[union-attr,operator]

@@ -40,6 +40,7 @@ def recorded(client: Client, cluster: Cluster) -> Result:
             deadline_s=asked["deadline_s"],
             gpus_per_node=listed["nproc_per_node"],
             priority=listed["priority"],
+            max_price_per_gpu_hour=asked["max_price_per_gpu_hour"],
         )
         started = [run for run in described["runs"] if run["start_s"] is not None]
         for run in started:

@@ -66,7 +66,8 @@ class Dual:
     The safety net:
 
     - Time: the agents are asked only if, by what they have taken lately, the queue at hand fits `budget_s`.
-    - Errors: scores that are not finite, and errors of the linear algebra, are not used.
+    - Errors: scores that are not finite, and errors of the linear algebra, are not used; where the speed model itself
+      fails, jobs are packed.
     - Strangeness: agents are trusted only near what they were trained on; `Agents.distance` measures how far the
       cluster's features are, and `strange` times what all but a thousandth of training decisions had is too far.
     - Starvation: a job that has waited for `patience_s` comes first, and if it does not fit, machines are reserved
@@ -157,7 +158,7 @@ class Dual:
         advantage = self._advantage_for(state)
         row = self._rows.get(job.id)
         if self._token is None or row is None or not self._placement_learned:
-            return advantage(job, state, among)
+            return self._by_advantage(advantage, job, state, among)
         shape = packed(job, state, among)
         if shape is None:
             return None
@@ -168,7 +169,7 @@ class Dual:
             )
         except (RuntimeError, ValueError) as error:
             self._blame(f"the placement agent failed: {error}")
-            return advantage(job, state, among)
+            return self._by_advantage(advantage, job, state, among)
         self._distrusted = False
         self._chooser.placed(job, chosen)
         return chosen
@@ -264,6 +265,13 @@ class Dual:
         if not torch.isfinite(logits).all():
             raise ValueError("its scores are not finite")
         return self._chooser.place(job, (machines, seen), logits)
+
+    def _by_advantage(self, advantage: Advantage, job: Job, state: ClusterState, among: int) -> Placement | None:
+        try:
+            return advantage(job, state, among)
+        except (RuntimeError, ValueError, ArithmeticError) as error:  # of the linear algebra in the speed model
+            self._blame(f"the speed model failed: {error}")
+            return packed(job, state, among)
 
     def _advantage_for(self, state: ClusterState) -> Advantage:
         if self._advantage is None:

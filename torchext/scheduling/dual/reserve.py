@@ -16,7 +16,7 @@ class Reservation:
 
     Args:
         job: For whom.
-        machines: Which; empty if it fits right now.
+        machines: Which; empty if it fits right now, or not without machines that take no jobs at present.
     """
 
     job: Job
@@ -48,11 +48,14 @@ class Reservation:
                 # Not all of the earlier ones need be of use: a machine too small for the job is not.
                 needed = [other for other in chosen if not _fits_on(job, [c for c in chosen if c != other], state)]
                 return cls(job, tuple(sorted(needed if _fits_on(job, needed, state) else chosen)))
-        return cls(job, tuple(sorted(able)))  # it does not fit on those that are open; all stay free for it
+        return cls(job, ())  # nothing that is kept free would help it
 
     def open_to(self, job: Job) -> int:
-        """Returns the machines that a job may use, as a bit set."""
-        if job.id == self.job.id:
+        """Returns the machines that a job may use, as a bit set.
+
+        Those of the same shape may use all: one of a higher priority is served first, and would else be in the way.
+        """
+        if job.shape == self.job.shape:
             return ANY_MACHINE
         reserved = 0
         for index in self.machines:
@@ -66,7 +69,7 @@ class Reservation:
     def words(self, state: ClusterState) -> str:
         """Says which machines are kept."""
         if not self.machines:
-            return "it fits now"
+            return "it fits now" if packed(self.job, state) is not None else "it needs machines that take no jobs now"
         return "kept free for it: " + ", ".join(state.cluster.machines[index].name for index in self.machines)
 
 

@@ -16,7 +16,7 @@ from torchext.scheduling.dual.policy import Dual
 from torchext.scheduling.placements import packed
 from torchext.scheduling.simulator import RecordedJob, Result, World, simulate, teach
 from torchext.scheduling.state import ClusterState
-from torchext.scheduling.types import Cluster, Job, Placement, SchedulingError
+from torchext.scheduling.types import Cluster, Job, Placement, SchedulingError, Shape
 
 _TAUGHT_JOBS = 2000  # ended before an episode begins, that forecasts come from
 
@@ -189,13 +189,12 @@ class Explorer:
 
 def _fitting(jobs: Sequence[Job], state: ClusterState) -> Tensor:
     """Which jobs fit now, (Q + 1,) bool; the last, to wait, is left for the caller."""
-    known: dict[tuple[int, int | None], bool] = {}
+    known: dict[Shape, bool] = {}
     fits = torch.zeros(len(jobs) + 1, dtype=torch.bool)
     for row, job in enumerate(jobs):
-        key = (job.num_gpus, job.gpus_per_node)
-        if key not in known:
-            known[key] = packed(job, state) is not None
-        fits[row] = known[key]
+        if job.shape not in known:
+            known[job.shape] = packed(job, state) is not None
+        fits[row] = known[job.shape]
     return fits
 
 
