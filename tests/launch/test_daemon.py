@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from torchext.launch.errors import LaunchError
 from torchext.launch.queue.daemon import Daemon
+from torchext.launch.queue.store import RunRow, Store
+from torchext.launch.queue.submit import describe
 from torchext.scheduling import Cluster, Machine
 
 _PING = json.dumps({"op": "ping"}).encode()
@@ -40,3 +43,19 @@ def test_a_token_that_was_lost_lets_nobody_in_and_is_made_anew(daemon: Daemon, t
 def test_a_log_is_not_read_from_before_its_beginning(daemon: Daemon) -> None:
     answer = daemon._answer(b'{"op": "log", "job": 1, "run": 1, "node": 0, "offset": -1, "size": 9}', None)
     assert "from an offset and for a size of at least 0, got -1 and 9" in answer["error"]
+
+
+def test_a_daemon_that_cannot_start_lets_go_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "q"
+    Daemon(Path("q"), cluster=Cluster((Machine("a", 2),))).close()
+    store = Store(folder / "queue.sqlite")
+    number = store.add_job(describe([__file__]), 1.0).id
+    run = RunRow(number, 1, (("z", 1),), 1.0, "because")
+    store.save_run(run)
+    with pytest.raises(LaunchError, match="the cluster has no machine 'z'"):
+        Daemon(folder, cluster=Cluster((Machine("a", 2),)))
+    run.outcome = "done"
+    store.save_run(run)
+    store.close()
+    Daemon(folder, cluster=Cluster((Machine("a", 2),))).close()

@@ -46,7 +46,9 @@ def test_a_part_that_cannot_be_started_has_failed_and_says_why(part: Part, words
     assert log.stat().st_mode & 0o777 == 0o600
 
 
-def test_what_has_been_lost_and_is_gone_is_not_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_been_lost_and_is_gone_is_not_looked_for_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = LocalNode(tmp_path)
     folder = tmp_path / "1" / "run-1" / "node-0"
     folder.mkdir(parents=True)  # its lock is free, and there is no result
@@ -71,7 +73,10 @@ def test_half_an_answer_is_no_answer(tmp_path: Path) -> None:
         answering = threading.Thread(target=answer)
         answering.start()
         try:
-            with Client(str(tmp_path / "s"), timeout_s=60) as client, pytest.raises(QueueGoneError, match="ended before"):
+            with (
+                Client(str(tmp_path / "s"), timeout_s=60) as client,
+                pytest.raises(QueueGoneError, match="ended before"),
+            ):
                 client.call("ping")
         finally:
             answering.join()
@@ -124,7 +129,7 @@ def test_another_agent_has_to_wait_until_nothing_of_the_first_can_be_left(clock:
     for silent_s in (1.0, 90.0, 26.0):  # lease, grace and spare time are 116 s
         clock.now_s += silent_s
         if silent_s != 26.0:
-            with pytest.raises(LaunchError, match="machine 'a' has an agent already.* may go on for 100 s"):
+            with pytest.raises(LaunchError, match=r"machine 'a' has an agent already.* may go on for 100 s"):
                 _sync(node, agent="two")
     _sync(node, agent="two", state="absent")
     assert node.look(_KEY).state is PartState.LOST  # and is not started by the new agent

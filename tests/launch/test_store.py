@@ -35,10 +35,14 @@ def test_the_time_is_the_latest_of_all_that_is_stored(store: Store) -> None:
 
 
 def test_a_failed_transaction_shows_its_own_error_and_can_be_followed_by_another(store: Store) -> None:
-    with pytest.raises(sqlite3.OperationalError, match="disk I/O error"), store.transaction():
-        store.save_clock(1.0)
-        store._connection.execute("ROLLBACK")  # as SQLite does by itself when the disk fails
-        raise sqlite3.OperationalError("disk I/O error")
+    def fail() -> None:
+        with store.transaction():
+            store.save_clock(1.0)
+            store._connection.execute("ROLLBACK")  # as SQLite does by itself when the disk fails
+            raise sqlite3.OperationalError("disk I/O error")
+
+    with pytest.raises(sqlite3.OperationalError, match="disk I/O error"):
+        fail()
     with store.transaction():
         store.save_clock(2.0)
     assert store.clock_s() == 2.0

@@ -195,7 +195,7 @@ def _signals_to_handle() -> list[signal.Signals]:
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):  # all have ended
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # all have ended, or are another user's by now
         os.killpg(group, number)
 
 
@@ -209,6 +209,8 @@ def _left(groups: dict[int, Any]) -> list[int]:
         try:
             os.killpg(pid, 0)
         except ProcessLookupError:
+            continue
+        except PermissionError:  # another user's: there is somebody, but not for us to wait for
             continue
         left.append(pid)
     return left

@@ -24,6 +24,7 @@ from torchext.scheduling import (
     plan,
     simulate,
 )
+from torchext.scheduling.dual.features import JobFeatures
 from torchext.scheduling.dual.networks import Agents
 from torchext.scheduling.dual.policy import Dual
 from torchext.scheduling.dual.policy_file import load_policy, save_policy
@@ -185,6 +186,15 @@ def test_where_the_speed_model_fails_jobs_are_packed(learned: bool, monkeypatch:
     (start,) = scheduler.decide()
     assert start.placement.gpus == ((0, 2),)
     assert policy._fallback == "the speed model failed: singular"
+
+
+def test_jobs_that_were_withdrawn_are_forgotten() -> None:
+    features, state = JobFeatures(), ClusterState(Cluster.uniform(1, 4))
+    old = Job("old", 0.0, 1)
+    for i in range(2000):
+        features.describe([old, Job(f"j{i}", 0.0, 1)], state)
+    assert len(features._rows) < 300
+    assert "old" in features._rows
 
 
 def test_agents_may_hold_jobs_back_but_never_stop_the_queue() -> None:

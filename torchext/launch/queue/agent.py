@@ -44,6 +44,7 @@ def join(
     Raises:
         LaunchError: The queue has no such machine, or it or the folder has an agent already.
     """
+    folder = folder.absolute()  # jobs have other working directories
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     held = lock(folder / "agent.lock")
     if held is None:

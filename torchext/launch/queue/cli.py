@@ -18,6 +18,7 @@ from torchext.launch.errors import LaunchError
 from torchext.launch.queue.client import Client, default_folder
 
 _READY = "queue ready at "
+_READY_WITHIN_S = 120.0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,6 +123,7 @@ def _detach(folder: Path, args: argparse.Namespace) -> int:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+    deadline = time.monotonic() + _READY_WITHIN_S
     while True:
         printed = path.read_bytes()[begin:].decode(errors="replace")
         ready = [line for line in printed.splitlines() if line.startswith(_READY)]
@@ -130,6 +132,10 @@ def _detach(folder: Path, args: argparse.Namespace) -> int:
             return 0
         if child.poll() is not None:
             raise LaunchError(f"the daemon ended with status {child.returncode}:\n{printed}")
+        if time.monotonic() > deadline:
+            child.kill()
+            child.wait()
+            raise LaunchError(f"the daemon was not ready within {_READY_WITHIN_S:g} s, and was ended:\n{printed}")
         time.sleep(0.05)
 
 

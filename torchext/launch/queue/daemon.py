@@ -75,23 +75,29 @@ class Daemon:
         policy: str = "qssf",
         lease_s: float | None = None,
     ) -> None:
+        folder = folder.absolute()  # jobs have other working directories
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         held = lock(folder / "daemon.lock")
         if held is None:
             raise LaunchError(f"a queue runs in {folder} already (torchext queue ls --queue {folder})")
         self._held = held
-        devices = None
-        if cluster is None:
-            cluster, devices = this_machine()
-        self._cluster = cluster
-        self._policy = policy
-        self._remote = {} if lease_s is None else {m.name: RemoteNode(m.name, lease_s) for m in cluster.machines}
-        self._nodes: Mapping[str, Node] = self._remote or {
-            machine.name: LocalNode(folder / "machines" / machine.name, devices=devices) for machine in cluster.machines
-        }
-        self._store = Store(folder / "queue.sqlite")
-        self._dispatcher = self._make_dispatcher()
+        with contextlib.ExitStack() as undone:
+            undone.callback(os.close, held)
+            devices = None
+            if cluster is None:
+                cluster, devices = this_machine()
+            self._cluster = cluster
+            self._policy = policy
+            self._remote = {} if lease_s is None else {m.name: RemoteNode(m.name, lease_s) for m in cluster.machines}
+            self._nodes: Mapping[str, Node] = self._remote or {
+                machine.name: LocalNode(folder / "machines" / machine.name, devices=devices)
+                for machine in cluster.machines
+            }
+            self._store = Store(folder / "queue.sqlite")
+            undone.callback(self._store.close)
+            self._dispatcher = self._make_dispatcher()
+            undone.pop_all()  # all went well
         self._wake = asyncio.Event()
         self._stopping = False
         self._operations: Mapping[str, Callable[..., Any]] = {

@@ -24,6 +24,7 @@ def main(folder: Path) -> int:
         return 0
     write_pid(folder, os.getpid())
     status = 143 if (folder / "end").exists() else _run(folder)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has ended, and must not be taken for lost now
     write_whole(folder / "result.json", json.dumps({"status": status, "end_s": time.time()}))
     return status
 

@@ -15,6 +15,7 @@ from torchext.scheduling.forecast import History
 from torchext.scheduling.state import ClusterState
 from torchext.scheduling.types import Job
 
+_SPARE_ROWS = 256
 _RECENT = 15  # ended jobs of a group that are remembered one by one
 
 JOB_FEATURES = (
@@ -82,6 +83,10 @@ class JobFeatures:
 
     def describe(self, jobs: Sequence[Job], state: ClusterState) -> np.ndarray:
         """Returns the features of waiting jobs, (Q, len(JOB_FEATURES)) float32."""
+        if len(self._rows) > 2 * (len(jobs) + len(state.running)) + _SPARE_ROWS:
+            # Of jobs that were withdrawn, of which nobody tells.
+            known = {job.id for job in jobs} | state.running.keys()
+            self.forget([job_id for job_id in self._rows if job_id not in known])
         described = np.empty((len(jobs), len(JOB_FEATURES)), dtype=np.float32)
         rows = [self._row(job) for job in jobs]
         described[:, :_NUM_FIXED] = self._table[rows]
