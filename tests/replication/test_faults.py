@@ -302,12 +302,46 @@ def test_nobody_is_heard_without_the_key(lonely: tuple[Cluster, dict[str, Any]])
         send_json(sock, {"proof": proof})  # the server's own proof, sent back
         assert "keys differ" in receive_json(sock, time.monotonic() + 20)["error"]
         assert sock.recv(1) == b""
-    for junk in (struct.pack("<I", 1 << 30), struct.pack("<I", 3) + b"{]}", b""):
+    with socket.create_connection((host, int(port)), timeout=20) as sock:
+        send_json(sock, {"site": "paris", "to": "tokyo", "purpose": "status", "nonce": ""})
+        receive_json(sock, time.monotonic() + 20)
+        send_json(sock, {"proof": "\ud800"})  # no text that could be encoded
+        assert "keys differ" in receive_json(sock, time.monotonic() + 20)["error"]
+    junks = [b"{]}", b'{"site": ["paris"]}', b"[" * 16000, b'{"site": ' + b"[" * 400 + b"]" * 400 + b"}"]
+    for junk in (struct.pack("<I", 1 << 30), b"", *(struct.pack("<I", len(junk)) + junk for junk in junks)):
         with socket.create_connection((host, int(port)), timeout=20) as sock:
             sock.sendall(junk)
             sock.shutdown(socket.SHUT_WR)
             assert sock.recv(1) == b""
     restart_paris_and_send(cluster)
+
+
+def test_impostor_at_the_address_of_a_site_stops_nobody(tmp_path: Path) -> None:
+    answers = [b"[" * 16000, b'{"nonce": "", "proof": "\\ud800"}', b'{"nonce": {}, "proof": ""}', b'{"error": [[]]}']
+    with socket.create_server(("127.0.0.1", 0)) as impostor, Cluster(tmp_path, ["paris", "tokyo"]) as cluster:
+        impostor.settimeout(30)
+        config = cluster.config("paris")
+        config["sites"]["tokyo"]["address"] = f"127.0.0.1:{impostor.getsockname()[1]}"
+        restart(cluster, "paris", **config)
+        for answer in 2 * answers:  # the attempts of both links
+            sock, _ = impostor.accept()
+            with sock:
+                receive_json(sock, time.monotonic() + 20)
+                sock.sendall(struct.pack("<I", len(answer)) + answer)
+                while sock.recv(1000):
+                    pass
+        assert cluster["paris"].call("send", 1, 100) == 1
+
+
+@pytest.mark.parametrize("place", [None, [1], [0, 0, "0"], [0, 0, -1], [1 << 70, 0, 0], [float("nan"), 0, 0]])
+def test_place_that_is_none_is_hung_up_on(lonely: tuple[Cluster, dict[str, Any]], place: Any) -> None:
+    cluster, config = lonely
+    sock, _ = connect(load_config(config), "paris", "tokyo", {"purpose": "data", "stream": "paris"})
+    with sock:
+        sock.settimeout(20)
+        send_json(sock, {"begin": place})
+        assert sock.recv(1) == b""
+    assert cluster["tokyo"].call("send", 1, 100) == 1
 
 
 def test_two_processes_cannot_share_a_store(lonely: tuple[Cluster, dict[str, Any]]) -> None:

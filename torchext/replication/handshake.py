@@ -76,9 +76,11 @@ def accept(config: Config, me: str, sock: socket.socket) -> tuple[socket.socket,
         sock = _context(ssl.PROTOCOL_TLS_SERVER, config.tls).wrap_socket(sock, server_side=True)
     try:
         hello = receive_json(sock, deadline)
-        site = hello.get("site")
+        if not all(isinstance(value, str) for value in hello.values()):
+            raise HandshakeError("not a site: a greeting of other things than texts")
+        site = str(hello.get("site", ""))
         if config.tls is not None:
-            _check_name(sock, str(site))
+            _check_name(sock, site)
         nonce = secrets.token_hex(16)
         transcript = _transcript(hello, nonce)
         send_json(sock, {"nonce": nonce, "proof": _proof(config.key, "server", transcript)})
@@ -122,7 +124,7 @@ def receive_json(sock: socket.socket, deadline: float, max_bytes: int = _MAX_BYT
         raise HandshakeError(f"not a site: a greeting of {length} bytes")
     try:
         content = json.loads(_receive(sock, length, deadline))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise HandshakeError("not a site: a greeting that is not JSON") from None
     if not isinstance(content, dict):
         raise HandshakeError("not a site: a greeting that is no object")
@@ -142,10 +144,13 @@ def _receive(sock: socket.socket, size: int, deadline: float) -> bytes:
 
 def _check(answer: Mapping[str, Any]) -> None:
     if "error" in answer:
-        raise HandshakeError(str(answer["error"])[:1000])
+        error = answer["error"]
+        raise HandshakeError(error[:1000] if isinstance(error, str) else "refused, with a reason that is no text")
 
 
 def _transcript(hello: Mapping[str, Any], nonce: object) -> str:
+    if not isinstance(nonce, str):
+        raise HandshakeError("not a site: a nonce that is no text")
     return json.dumps([hello, nonce], sort_keys=True)
 
 
@@ -154,7 +159,7 @@ def _proof(key: bytes, side: str, transcript: str) -> str:
 
 
 def _same(given: object, right: str) -> bool:
-    return isinstance(given, str) and hmac.compare_digest(given.encode(), right.encode())
+    return isinstance(given, str) and given.isascii() and hmac.compare_digest(given, right)
 
 
 def _context(protocol: int, tls: Tls) -> ssl.SSLContext:

@@ -91,8 +91,7 @@ def send_stream(origin: str) -> Callable[[Link, dict[str, Any]], None]:
         core, sock = link.core, link.sock
         assert sock is not None
         log = core.logs[origin]
-        place = Place(*(int(n) for n in reply["place"]))
-        with _cursor(core, log, origin, link.site, place) as cursor:
+        with _cursor(core, log, origin, link.site, _place(reply.get("place"))) as cursor:
             handshake.send_json(sock, {"begin": cursor.place})
             while not core.closing.is_set() and link.site in core.outboxes:
                 region = cursor.region()
@@ -223,12 +222,10 @@ def receive_stream(core: Core, sock: socket.socket, site: str, origin: str) -> N
     try:
         log.begin_receiving()
         handshake.send_json(sock, {"place": log.tail})
-        begin = handshake.receive_json(sock, time.monotonic() + handshake.TIMEOUT_S).get("begin")
+        begin = _place(handshake.receive_json(sock, time.monotonic() + handshake.TIMEOUT_S).get("begin"))
         sock.settimeout(None)
-        if not isinstance(begin, list) or len(begin) != 3 or not all(isinstance(n, int) for n in begin):
-            raise FrameError(f"expected where the stream begins, got {begin!r}")
-        if tuple(begin) != log.tail:
-            log.begin_at(Place(*begin))
+        if begin != log.tail:
+            log.begin_at(begin)
         before = log.tail.seq
         while not core.closing.is_set():
             if not _readable(sock, 1.0):  # before the log makes room: a stream that is silent takes none
@@ -300,7 +297,7 @@ def _give_back(core: Core, site: str) -> None:
     def serve(link: Link, reply: dict[str, Any]) -> None:
         sock = link.sock
         assert sock is not None
-        with _cursor(core, log, site, site, Place(*(int(n) for n in reply["place"]))) as cursor:
+        with _cursor(core, log, site, site, _place(reply.get("place"))) as cursor:
             handshake.send_json(sock, {"begin": cursor.place})
             while not core.closing.is_set() and (region := cursor.region()) is not None:
                 at, end = region
@@ -326,10 +323,19 @@ def _give_back(core: Core, site: str) -> None:
     threading.Thread(target=once, name=f"replication-give-back-{site}", daemon=True).start()
 
 
+def _place(given: object) -> Place:
+    bounds = (1 << 63, 1 << 63, 1 << 32)
+    if not isinstance(given, list) or len(given) != 3 or not all(type(n) is int for n in given):
+        raise FrameError("expected a place in the stream: its number, offset and checksum")
+    if not all(0 <= n < bound for n, bound in zip(given, bounds, strict=True)):
+        raise FrameError(f"expected a place in the stream, got {given!r:.100}")
+    return Place(*given)
+
+
 def _names(data: bytes) -> list[str]:
     try:
         names = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         names = None
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise FrameError("a control frame of names that holds something else")

@@ -581,7 +581,8 @@ class Node:
             if not core.closing.is_set():
                 _logger.debug("site %s: connection from %s: %s", self.me, peer, error)
         except BaseException as error:
-            core.fail(error)
+            if known:  # nothing that a stranger says stops the node
+                core.fail(error)
             raise
         finally:
             if not known:
