@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import random
 import signal
 import subprocess
@@ -146,6 +147,32 @@ def test_damage_before_the_last_segment_is_not_passed_over(tmp_path: Path) -> No
     first.write_bytes(content)
     with pytest.raises(StoreError, match=r"0000000000000000-0000000000000000.seg: damaged after message 0"):
         open_log(tmp_path / "log")
+
+
+def test_file_is_on_the_disk_before_the_next_one_goes_on_from_it(
+    tmp_path: Path, log: StreamLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    fdatasync, rename = os.fdatasync, os.rename
+
+    def synced(fd: int) -> None:
+        fdatasync(fd)
+        steps.append("synced " + Path(os.readlink(f"/proc/self/fd/{fd}")).name)
+
+    def renamed(source: Path, target: Path) -> None:
+        steps.append("new " + target.name)
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fdatasync", synced)
+    monkeypatch.setattr(os, "rename", renamed)
+    for number in range(1, 4):
+        log.append(message(number, 900_000), 900_000, 0)
+    files = sorted(path.name for path in (tmp_path / "log").glob("*.seg"))
+    assert len(files) == 3
+    assert steps == ["new " + files[0], "synced " + files[0], "new " + files[1], "synced " + files[1], "new " + files[2]]
+    log.sync()
+    assert steps[-1] == "synced " + files[2]
+    assert contents(log) == [(number, message(number, 900_000)) for number in range(1, 4)]
 
 
 def test_receiver_takes_frames_in_any_pieces(tmp_path: Path, log: StreamLog) -> None:

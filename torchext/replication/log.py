@@ -109,7 +109,6 @@ class StreamLog:
         self._spares: list[tuple[int, Path]] = []
         self._num_spares = 0
         self._writable: _Writable | None = None
-        self._unsynced: list[int] = []  # descriptors of segments that were left with writes not yet on the disk
         self._closed = False
         self.tail = Place(0, 0, 0)
         folder.mkdir(parents=True, exist_ok=True)
@@ -232,14 +231,13 @@ class StreamLog:
         """Brings everything to the disk that was there at the call; returns up to where."""
         with self.changed:
             place = self.tail
-            left, self._unsynced = self._unsynced, []
-            current = os.dup(self._writable.fd) if self._writable is not None else None
+            if self._writable is None:
+                return place
+            fd = os.dup(self._writable.fd)  # the files before it are on the disk: see _roll
         try:
-            for fd in [*left, *([current] if current is not None else [])]:
-                os.fdatasync(fd)
+            os.fdatasync(fd)
         finally:
-            for fd in [*left, *([current] if current is not None else [])]:
-                os.close(fd)
+            os.close(fd)
         return place
 
     def verify(self, begin: Place, end: Place) -> bool:
@@ -289,9 +287,6 @@ class StreamLog:
         """Closes the files, which are not synced by this."""
         self.end_waits()
         with self.changed:
-            for fd in self._unsynced:
-                os.close(fd)
-            self._unsynced = []
             if self._writable is not None:
                 self._writable.map.close()
                 os.close(self._writable.fd)
@@ -361,6 +356,11 @@ class StreamLog:
         """Goes on in a new file; with ``carry``, takes along what came in of a frame that is not whole yet."""
         if not self._spares:
             self._make_spare()
+        former = self._writable
+        if former is not None:
+            # All of it must be on the disk before a file that goes on from its end: after a loss of power, a gap between
+            # two files could not be told from damage.
+            os.fdatasync(former.fd)
         with self.changed:
             fd, spare = self._spares.pop()
         base = self.tail
@@ -369,7 +369,6 @@ class StreamLog:
         os.fsync(fd)
         os.rename(spare, path)
         _sync_folder(self._folder)
-        former = self._writable
         writable = _Writable(_Segment(path, base, base), fd, _mapped(fd, self._segment_bytes), _BEGIN)
         if former is not None and carry:
             begun = former.map[former.segment.end : former.filled]
@@ -378,10 +377,9 @@ class StreamLog:
         with self.changed:
             self._segments.append(writable.segment)
             self._writable = writable
-            if former is not None:
-                self._unsynced.append(former.fd)
         if former is not None:
             former.map.close()
+            os.close(former.fd)
         return writable
 
     def _recover(self) -> None:
