@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
 from typing import Any, Literal
@@ -15,11 +15,14 @@ import lightning.pytorch as pl
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 
 from torchext.replication.checkpoints import SCHEME, Sent, fetch_checkpoint, send_checkpoint
 from torchext.replication.errors import ReplicationError, StabilityTimeoutError
 from torchext.replication.node import Node
+
+_PIECE_BYTES = 64 << 20  # of a restored checkpoint, as rank 0 hands it to the others
 
 
 class StabilizerReplication(Checkpoint):
@@ -104,8 +107,19 @@ class StabilizerReplication(Checkpoint):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lets the trainer read ``stabilizer://`` addresses."""
         del pl_module, stage
-        if self.node is not None and not isinstance(trainer.strategy.checkpoint_io, _FromSites):
-            trainer.strategy.checkpoint_io = _FromSites(trainer.strategy.checkpoint_io, self)
+        self._take_off(trainer)  # of a run that failed
+        trainer.strategy.checkpoint_io = _FromSites(trainer.strategy.checkpoint_io, self, trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leaves the trainer's way to read checkpoints as it was before."""
+        del pl_module, stage
+        self._take_off(trainer)
+
+    def _take_off(self, trainer: pl.Trainer) -> None:
+        for holder, name, checkpoint_io in _chain(trainer.strategy):
+            if isinstance(checkpoint_io, _FromSites) and checkpoint_io.replication is self:
+                setattr(holder, name, checkpoint_io.inner)
+                return
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begins to count from the step that the training begins with."""
@@ -235,35 +249,72 @@ class StabilizerReplication(Checkpoint):
 class _FromSites(CheckpointIO):
     """Reads ``stabilizer://`` addresses; leaves all else to what was there before."""
 
-    def __init__(self, inner: CheckpointIO, replication: StabilizerReplication) -> None:
-        self._inner = inner
-        self._replication = replication
+    def __init__(self, inner: CheckpointIO, replication: StabilizerReplication, trainer: pl.Trainer) -> None:
+        self.inner = inner
+        self.replication = replication
+        self._trainer = trainer
         self._plain = TorchCheckpointIO()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if Path(path).parent == self._replication.staging:  # sent next, so it must be whole when this returns
+        if Path(path).parent == self.replication.staging:  # sent next, so it must be whole when this returns
             self._plain.save_checkpoint(checkpoint, path)
         else:
-            self._inner.save_checkpoint(checkpoint, path, storage_options)
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
-        load: Callable[..., dict[str, Any]] = self._inner.load_checkpoint
+        load: Callable[..., dict[str, Any]] = self.inner.load_checkpoint
         if not str(path).startswith(f"{SCHEME}://"):
             return load(path, *arguments, **options)
         with tempfile.TemporaryDirectory(prefix="torchext-restore-") as folder:
             file = Path(folder) / "restored.ckpt"
-            node = self._replication.node
-            assert node is not None
-            fetch_checkpoint(node, str(path), file, timeout=self._replication.timeout)
-            if file.is_dir():
-                raise ReplicationError(f"{path} is a sharded checkpoint; write it to a folder with fetch_checkpoint")
+            self._fetch(str(path), file)
             return load(file, *arguments, **options)
 
+    def _fetch(self, url: str, file: Path) -> None:
+        """Rank 0 fetches the checkpoint and hands its file to the others; all ranks call this, and fail together."""
+        is_first, broadcast = self._trainer.is_global_zero, self._trainer.strategy.broadcast
+        fault: Exception | None = None
+        if is_first:
+            try:
+                self._fetch_alone(url, file)
+            except (ReplicationError, OSError, ValueError) as error:
+                fault = error
+        words = broadcast("" if fault is None else f"{type(fault).__name__}: {fault}")
+        if fault is not None:
+            raise fault
+        if words:
+            raise ReplicationError(f"rank 0 could not restore the checkpoint: {words}")
+        if self._trainer.world_size == 1:
+            return
+        with open(file, "rb" if is_first else "wb") as stream:
+            while piece := broadcast(stream.read(_PIECE_BYTES) if is_first else b""):
+                if not is_first:
+                    stream.write(piece)
+
+    def _fetch_alone(self, url: str, file: Path) -> None:
+        node = self.replication.node
+        if node is None:
+            raise ReplicationError(f"{url} is restored by rank 0, whose StabilizerReplication has no node")
+        fetch_checkpoint(node, url, file, timeout=self.replication.timeout)
+        if file.is_dir():
+            raise ReplicationError(f"{url} is a sharded checkpoint; write it to a folder with fetch_checkpoint")
+
     def remove_checkpoint(self, path: Any) -> None:
-        self._inner.remove_checkpoint(path)
+        self.inner.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        self._inner.teardown()
+        self.inner.teardown()
+
+
+def _chain(strategy: Strategy) -> Iterator[tuple[object, str, CheckpointIO]]:
+    """How a strategy reads and writes checkpoints, from wrapper to wrapped, each with who holds it and by what name."""
+    holder: object = strategy
+    name: str | None = "checkpoint_io"
+    while name is not None:
+        checkpoint_io: CheckpointIO = getattr(holder, name)
+        yield holder, name, checkpoint_io
+        holder = checkpoint_io
+        name = next((key for key, value in vars(holder).items() if isinstance(value, CheckpointIO)), None)
 
 
 def _remove(path: Path) -> None:

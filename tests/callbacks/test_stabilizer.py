@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -12,9 +13,12 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.ranks import Rank, run_ranks
 from tests.replication.sites import ROOT
 from tests.replication.test_node import Pair
 from torchext.callbacks import StabilizerReplication
@@ -53,7 +57,7 @@ class Model(pl.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def trainer(folder: Path, max_steps: int, *callbacks: pl.Callback) -> pl.Trainer:
+def trainer(folder: Path, max_steps: int, *callbacks: pl.Callback, **options: Any) -> pl.Trainer:
     return pl.Trainer(
         max_steps=max_steps,
         callbacks=list(callbacks),
@@ -62,6 +66,7 @@ def trainer(folder: Path, max_steps: int, *callbacks: pl.Callback) -> pl.Trainer
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=folder,
+        **options,
     )
 
 
@@ -94,6 +99,55 @@ def test_training_goes_on_at_another_site_bit_by_bit(pair: Pair, tmp_path: Path)
     assert other.global_step == 10
     for name, value in straight.state_dict().items():
         assert torch.equal(value, second.state_dict()[name])
+
+
+def resume_on_two_ranks(rank: Rank, folder: Path, port: int) -> list[torch.Tensor]:
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    numbers = {"RANK": rank.rank, "LOCAL_RANK": rank.rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "GROUP_RANK": 0}
+    os.environ.update({key: str(value) for key, value in numbers.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+    os.environ.update(TORCHELASTIC_RUN_ID="test")
+    pair = Pair(folder, predicates={"safe": "MIN($ALLSITES).persisted"}) if rank.rank == 0 else None
+
+    def on_both(max_steps: int) -> pl.Trainer:
+        replication = StabilizerReplication(pair and pair.paris, every_n_steps=2, on_unstable="wait")
+        strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=TorchElasticEnvironment())
+        return trainer(folder, max_steps, replication, strategy=strategy, devices=2)
+
+    fit(Model(), on_both(5))
+    second, run = Model(), on_both(8)
+    fit(second, run, ckpt_path=FROM_PARIS, weights_only=False)
+    assert run.global_step == 8
+    with pytest.raises(ReplicationError, match="there is no predicate 'other'"):
+        fit(Model(), on_both(8), ckpt_path="stabilizer://paris/latest?predicate=other")
+    if pair is not None:
+        pair.close()
+    torch.distributed.destroy_process_group()
+    return [p.detach() for p in second.parameters()]
+
+
+def test_all_ranks_go_on_from_what_rank_0_restores_or_fail_together(tmp_path: Path) -> None:
+    server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    results = run_ranks(resume_on_two_ranks, 2, tmp_path, server.port, deadline_s=100)
+    straight = Model()
+    fit(straight, trainer(tmp_path, 8))
+    for values in results:  # both ranks have the same data, so as one alone
+        torch.testing.assert_close(values, list(straight.parameters()))
+
+
+def test_checkpoint_io_is_left_as_it_was_found(pair: Pair, tmp_path: Path) -> None:
+    class WrapsLater(pl.Callback):
+        def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+            trainer.strategy.checkpoint_io = later = AsyncCheckpointIO(trainer.strategy.checkpoint_io)
+            self.later = later
+
+    wraps = WrapsLater()
+    run = trainer(tmp_path, 2, StabilizerReplication(pair.paris), wraps)
+    before = run.strategy.checkpoint_io
+    fit(Model(), run)
+    assert run.strategy.checkpoint_io is wraps.later
+    assert wraps.later.checkpoint_io is before
 
 
 def test_lag_is_warned_of_or_raised(pair: Pair, tmp_path: Path) -> None:

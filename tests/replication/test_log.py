@@ -169,7 +169,13 @@ def test_file_is_on_the_disk_before_the_next_one_goes_on_from_it(
         log.append(message(number, 900_000), 900_000, 0)
     files = sorted(path.name for path in (tmp_path / "log").glob("*.seg"))
     assert len(files) == 3
-    assert steps == ["new " + files[0], "synced " + files[0], "new " + files[1], "synced " + files[1], "new " + files[2]]
+    assert steps == [
+        "new " + files[0],
+        "synced " + files[0],
+        "new " + files[1],
+        "synced " + files[1],
+        "new " + files[2],
+    ]
     log.sync()
     assert steps[-1] == "synced " + files[2]
     assert contents(log) == [(number, message(number, 900_000)) for number in range(1, 4)]
