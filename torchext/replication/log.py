@@ -358,8 +358,8 @@ class StreamLog:
             self._make_spare()
         former = self._writable
         if former is not None:
-            # All of it must be on the disk before a file that goes on from its end: after a loss of power, a gap between
-            # two files could not be told from damage.
+            # All of it must be on the disk before a file that goes on from its end: after a loss of power, a gap
+            # between two files could not be told from damage.
             os.fdatasync(former.fd)
         with self.changed:
             fd, spare = self._spares.pop()
