@@ -257,6 +257,24 @@ def test_truncation_waits_for_the_predicate_and_for_readers(tmp_path: Path) -> N
         pair.close()
 
 
+@pytest.mark.parametrize("files", [0.5, 1, 1.5])
+def test_log_bounded_to_less_than_two_files_does_not_block_for_good(tmp_path: Path, files: float) -> None:
+    limit = int(files * (2 << 20))
+    pair = Pair(tmp_path, truncate="MIN($ALLSITES).persisted", max_log_bytes=limit)
+    try:
+        for _ in range(12):
+            seq = pair.paris.send(bytes(900_000), timeout=30)
+        assert seq == 12
+    finally:
+        pair.close()
+
+
+def test_send_waits_for_others_that_write_no_longer_than_it_may(pair: Pair) -> None:
+    with pair.paris._core.logs["paris"].writing, pytest.raises(ReplicationError, match=r"has been for 0\.05 s"):
+        pair.paris.send(b"x", timeout=0.05)
+    assert pair.paris.send(b"x", timeout=0) == 1
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl, to make certificates")
 def test_tls_hears_only_who_has_a_certificate_of_that_name(tmp_path: Path) -> None:
     def openssl(*words: str) -> None:

@@ -69,6 +69,7 @@ class Config:
         segment_bytes: Size of a log file.
         max_message_bytes: Longer messages are refused, here and from other sites.
         max_log_bytes: How much this site's own messages may take on its disk before ``send`` waits; 0: no bound.
+            The last file is never dropped, so while there is no other, ``send`` does not wait.
         dead_after_s: A silent connection is given up after this time.
     """
 

@@ -102,8 +102,8 @@ class Node:
         Args:
             data: Bytes or any buffer, which may be changed after the call; the path of a file; or a tree of tensors,
                 which takes ``torch.save``.
-            timeout: How long to wait for room, in seconds, where the configuration bounds this site's log. None waits
-                for as long as it takes.
+            timeout: How long to wait, in seconds, for others that send and, where the configuration bounds this
+                site's log, for room. None waits for as long as it takes.
 
         Returns:
             The number of the message: 1, 2, 3, ...
@@ -113,6 +113,7 @@ class Node:
                 the truncation. Nothing was sent.
             DivergedError: Another site holds more of this site's messages than it does itself: its store is not the one
                 it had. They are being sent back; try again.
+            ReplicationError: Something else was being written all the time, or the node stopped.
         """
         self._core.check()
         if isinstance(data, (str, os.PathLike)):
@@ -129,15 +130,23 @@ class Node:
         deadline = None if timeout is None else time.monotonic() + timeout
         limit = self._config.max_log_bytes
         while True:
-            with log.writing:
+            # Held by another thread that sends, or while another site gives back what this one has lost.
+            if not log.writing.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
+                raise ReplicationError(
+                    f"something else is being written to the log of {self.me}, and has been for {timeout:g} s"
+                )
+            try:
                 self._core.check()
                 self._check_not_behind(log.tail.seq)
-                if not limit or log.size_bytes + size <= limit or log.first.seq == log.tail.seq:
+                # The last file is never dropped, so to wait while there is no other would be for good.
+                if not limit or log.size_bytes + size <= limit or log.size_bytes <= self._config.segment_bytes:
                     log.abort_partial()
                     seq = log.append(source, size, kind)
                     self._core.raise_own(self.me, RECEIVED, seq)
                     self._core.work.set()
                     return seq
+            finally:
+                log.writing.release()
             with log.changed:
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
