@@ -49,7 +49,8 @@ class StabilizerReplication(Checkpoint):
             it is not, ``"warn"`` or ``"raise"``.
         max_lag: In optimizer steps; None means twice ``every_n_steps``.
         keep: How many stable checkpoints all sites keep; older messages of this site are dropped. None keeps all.
-        timeout: In seconds: how long ``"wait"`` waits, and the end of the training for the last checkpoint.
+        timeout: In seconds: how long ``"wait"`` waits, the end of the training for the last checkpoint, and each
+            checkpoint for room in this site's log.
 
     Raises:
         ReplicationError: An argument is wrong, or the node has no such predicate.
@@ -136,7 +137,8 @@ class StabilizerReplication(Checkpoint):
         del pl_module, outputs, batch, batch_idx
         self._raise_failures()
         step = trainer.global_step
-        if step != self._last_step and step % self.every_n_steps == 0:
+        # With several optimizers it moves by more than one.
+        if step // self.every_n_steps > self._last_step // self.every_n_steps:
             self._last_step = step
             self._take(trainer, step)
         if self.node is not None and step - max(self.stable_step, self._first_step) > self.max_lag:
@@ -175,7 +177,7 @@ class StabilizerReplication(Checkpoint):
 
     def _send(self, node: Node, path: Path, step: int) -> None:
         try:
-            sent = send_checkpoint(node, path, step)
+            sent = send_checkpoint(node, path, step, timeout=self.timeout)
         finally:
             _remove(path)
         with self._lock:

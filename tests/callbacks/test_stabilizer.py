@@ -111,7 +111,7 @@ def resume_on_two_ranks(rank: Rank, folder: Path, port: int) -> list[torch.Tenso
     pair = Pair(folder, predicates={"safe": "MIN($ALLSITES).persisted"}) if rank.rank == 0 else None
 
     def on_both(max_steps: int) -> pl.Trainer:
-        replication = StabilizerReplication(pair and pair.paris, every_n_steps=2, on_unstable="wait")
+        replication = StabilizerReplication(pair.paris if pair else None, every_n_steps=2, on_unstable="wait")
         strategy = DDPStrategy(process_group_backend="gloo", cluster_environment=TorchElasticEnvironment())
         return trainer(folder, max_steps, replication, strategy=strategy, devices=2)
 
@@ -173,6 +173,42 @@ def test_failure_to_send_is_raised_soon_or_warned_of(tmp_path: Path) -> None:
             fit(Model(), trainer(tmp_path, 6, StabilizerReplication(pair.paris, every_n_steps=2, max_lag=10)))
         words = [str(w.message) for w in caught if "could not be sent to the other sites" in str(w.message)]
         assert len(words) == 3  # the next one was tried all the same
+    finally:
+        pair.close()
+
+
+class TwoOptimizers(Model):
+    """Each batch moves the trainer's step by two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():  # type: ignore[union-attr]
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([p], lr=0.01) for p in self.layer.parameters()]
+
+
+def test_steps_that_move_by_two_pass_over_no_checkpoint(pair: Pair, tmp_path: Path) -> None:
+    replication = StabilizerReplication(pair.paris, every_n_steps=3, on_unstable="wait", keep=None)
+    fit(TwoOptimizers(), trainer(tmp_path, 12, replication))
+    assert [sent.step for sent in replication.sent] == [4, 6, 10, 12]
+
+
+def test_training_ends_though_its_last_checkpoint_finds_no_room(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, predicates={"safe": "MIN($ALLSITES).persisted"}, max_log_bytes=4 << 20)
+    try:
+        pair.tokyo.close()
+        pair.paris.send(bytes(3 << 20))  # is not dropped
+        options: dict[str, Any] = {"every_n_steps": 2, "timeout": 0.2}
+        with pytest.warns(UserWarning, match=r"could not be sent to the other sites: .*did not find room within"):
+            fit(Model(), trainer(tmp_path, 2, StabilizerReplication(pair.paris, **options)))
     finally:
         pair.close()
 

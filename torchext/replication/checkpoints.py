@@ -32,18 +32,29 @@ class Sent:
     seq: int
 
 
-def send_checkpoint(node: Node, path: str | os.PathLike[str], step: int) -> Sent:
+def send_checkpoint(node: Node, path: str | os.PathLike[str], step: int, *, timeout: float | None = None) -> Sent:
     """Sends a checkpoint: a file, or a folder of them, as sharded ones are.
+
+    Args:
+        node: Of this site.
+        path: The file or folder, which may be removed after the call.
+        step: Of the training; `fetch_checkpoint` returns it.
+        timeout: In seconds, for all of it to find room in this site's log; see `Node.send`.
 
     Raises:
         StoreFullError: There is no room; what was sent of it is never taken for a checkpoint.
         ReplicationError: See `Node.send`.
     """
     path = Path(path)
+    deadline = None if timeout is None else time.monotonic() + timeout
+
+    def send(data: bytes | Path) -> int:
+        return node.send(data, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    listing = [(p.relative_to(path).as_posix() if p != path else "", node.send(p)) for p in files]
+    listing = [(p.relative_to(path).as_posix() if p != path else "", send(p)) for p in files]
     content = json.dumps({"stabilizer_checkpoint": 1, "step": step, "files": listing})
-    seq = node.send(content.encode())
+    seq = send(content.encode())
     return Sent(step, listing[0][1] if listing else seq, seq)
 
 
