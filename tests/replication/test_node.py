@@ -24,6 +24,7 @@ from torchext.replication import (
     StoreError,
     StoreFullError,
 )
+from torchext.replication.predicates import Counter
 
 
 class Pair:
@@ -173,6 +174,86 @@ def test_waits_can_be_awaited_and_end_with_the_node(pair: Pair) -> None:
     with pytest.raises(ClosedError, match="site paris is closed"):
         pair.paris.send(b"more")
     pair.paris.close()  # again
+
+
+def test_cancelled_wait_leaves_nothing_behind(pair: Pair) -> None:
+    pair.paris.register_predicate("safe", "MIN($ALLSITES).persisted")
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(pair.paris.waitfor_async(100, "safe"))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    versions = pair.paris._core.frontiers["paris"]._users.values()
+    assert [version.waiters for _, version in versions] == [[]]
+
+
+def test_waits_for_a_site_that_is_removed_end(pair: Pair) -> None:
+    pair.paris.register_predicate("safe", "MIN($ALLSITES).persisted")
+
+    async def removed() -> None:
+        task = asyncio.create_task(pair.paris.waitfor_async(1, "safe", origin="tokyo"))
+        await asyncio.sleep(0)
+        pair.paris.remove_site("tokyo")
+        with pytest.raises(ReplicationError, match="site tokyo was removed while its message was waited for"):
+            await task
+
+    asyncio.run(removed())
+
+
+def test_site_gets_what_is_left_after_a_long_first_message_was_cut(tmp_path: Path) -> None:
+    pair = Pair(tmp_path, predicates={"here": "MIN(paris).persisted", "there": "MIN(tokyo).persisted"})
+    try:
+        pair.tokyo.close()
+        shutil.rmtree(tmp_path / "tokyo")
+        pair.paris.send(bytes(5 << 20))
+        pair.paris.waitfor(pair.paris.send(b"second"), "here", 30)
+        pair.paris.truncate(1)
+        log = pair.paris._core.logs["paris"]
+        with log.changed:
+            assert log.changed.wait_for(lambda: log.first.offset > 0, 30)
+        assert log.first.seq == 0  # it begins within message 1
+        pair.tokyo = Node(pair.config, me="tokyo")
+        pair.paris.waitfor(2, "there", 30)
+        assert next(pair.tokyo.receive("paris", after=1, timeout=0)).payload == b"second"
+    finally:
+        pair.close()
+
+
+def test_site_added_again_is_told_only_what_was_verified(pair: Pair) -> None:
+    pair.paris.register_predicate("here", "MIN(paris).verified")
+    pair.tokyo.send(b"first")
+    pair.paris.waitfor(1, "here", 30, origin="tokyo")
+    pair.paris.remove_site("tokyo")
+    log = pair.paris._core._retired["tokyo"]
+    with log.writing:
+        assert log.append(b"second", 6, 0) == 2  # came while the site was forgotten: nobody verified it
+    pair.paris._core._keep = lambda *_: None  # type: ignore[method-assign]
+    pair.paris.add_site("tokyo", address=pair.config["sites"]["tokyo"]["address"])
+    own = pair.paris._core.own()
+    assert [own["tokyo", ack] for ack in ("received", "persisted", "verified")] == [2, 1, 1]
+    del pair.paris._core._keep
+    pair.paris._core.work.set()
+    pair.paris.waitfor(2, "here", 30, origin="tokyo")
+
+
+def test_acks_that_a_site_no_longer_tells_of_are_lost(pair: Pair) -> None:
+    pair.paris.register_ack("checked")
+    pair.tokyo.register_ack("checked")
+    pair.paris.register_predicate("checked", "MIN(tokyo).checked")
+    pair.paris.send(b"x")
+    assert pair.tokyo.wait_received("paris", 1, 30)
+    pair.tokyo.ack("paris", 1, "checked")
+    pair.paris.waitfor(1, "checked", 30)
+    pair.tokyo.close()  # acks of one's own do not outlive the process
+    pair.tokyo = Node(pair.config, me="tokyo")
+    core, checked = pair.paris._core, Counter("tokyo", "checked")
+    with core.lock:
+        assert core._moved.wait_for(lambda: core.frontiers["paris"].counter(checked) == 0, 30)
+    assert pair.paris.get_stability_frontier("checked") == 1  # what was said stays said
 
 
 def test_monitors_see_the_frontier_move_and_what_they_raise_is_raised(pair: Pair) -> None:

@@ -166,18 +166,22 @@ class Core:
         with self.lock:
             if name in self.config.sites:
                 raise ReplicationError(f"name: there is a site {name!r} already")
-            log = self._retired.pop(name, None) or self._open_log(name)
+            log = self._retired.pop(name, None)
+            if log is None:
+                log = self._open_log(name)
+                self._durable = {**self._durable, name: log.sync()}
             self.config = replace(self.config, sites={**self.config.sites, name: site})
             self._readers[name] = []
-            self._durable = {**self._durable, name: log.sync()}
             self.frontiers = {**self.frontiers, name: Frontiers(self._sites(name))}
             self.outboxes = {**self.outboxes, name: Outbox()}
             self.heard = {**self.heard, name: False}
             self.logs = {**self.logs, name: log}
-            for ack in ACKS:
+            for ack in ACKS:  # what came later is yet to be verified: `keep` does it
                 self._own[name, ack] = 0
-                self.raise_own(name, ack, log.tail.seq)
+                self.raise_own(name, ack, self._durable[name].seq)
+            self.raise_own(name, RECEIVED, log.tail.seq)
             self._set_sites()
+        self.work.set()
 
     def remove_site(self, name: str) -> None:
         """Forgets a site, but not its log; predicates are resolved anew, or nothing changes if one names it."""
@@ -194,6 +198,9 @@ class Core:
                 self.config = former
                 raise
             self.outboxes[name].close()
+            self.frontiers[name].fail_waiters(
+                ReplicationError(f"site {name} was removed while its message was waited for")
+            )
             self._retired[name] = self.logs[name]
             self.outboxes, self.heard = _without(self.outboxes, name), _without(self.heard, name)
             self.logs, self.frontiers = _without(self.logs, name), _without(self.frontiers, name)
@@ -223,8 +230,11 @@ class Core:
             return dict(self._own)
 
     def hear(self, site: str, counters: dict[tuple[str, str], int], *, all_of_them: bool) -> None:
-        """Takes another site's counters; ``all_of_them``: what is lower than before, it has lost."""
+        """Takes another site's counters; ``all_of_them``: what is lower than before or missing, it has lost."""
         with self.lock:
+            if all_of_them:
+                lost = {(origin, ack): 0 for origin, known in self.frontiers.items() for ack in known.acks_of(site)}
+                counters = {**lost, **counters}
             for (origin, ack), seq in counters.items():
                 if origin not in self.frontiers:
                     continue

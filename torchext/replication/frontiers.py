@@ -140,6 +140,10 @@ class Frontiers:
         index = self._index.get(counter)
         return 0 if index is None else self._counters.counter(index)
 
+    def acks_of(self, site: str) -> list[str]:
+        """The ack types for which there is a counter of a site."""
+        return [counter.ack for counter in self._index if counter.site == site]
+
     def frontier(self, name: str) -> int:
         """All messages up to this sequence number are stable under the predicate; 0 if none."""
         return self._get(name).said

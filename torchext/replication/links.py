@@ -117,7 +117,7 @@ def _cursor(core: Core, log: StreamLog, origin: str, site: str, place: Place) ->
     if place[:2] > tail[:2]:
         raise StoreError(f"{site} has more of {origin}'s messages (up to {place.seq}) than there are here ({tail.seq})")
     begin: tuple[int, int] = place[:2]
-    if place == (0, 0, 0) and first.seq:
+    if place == (0, 0, 0) and first[:2] != (0, 0):
         begin = (first.seq + (first.offset > 0), 0)
     with Cursor(log, begin) as cursor:
         if begin == place[:2] and cursor.place.checksum != place.checksum:

@@ -246,7 +246,7 @@ class Node:
 
         Raises:
             StabilityTimeoutError: It was not in time; names the sites that are missing and how far behind they are.
-            ReplicationError: There is no such predicate.
+            ReplicationError: There is no such predicate, or ``origin`` was removed in the meantime.
             ClosedError: The node was closed in the meantime.
         """
         origin = self.me if origin is None else origin
@@ -254,9 +254,7 @@ class Node:
         try:
             return future.result(timeout)
         except FutureTimeoutError as error:
-            if future.done():
-                raise
-            raise self._too_late(seq, predicate, timeout, origin, future) from error
+            return self._give_up(seq, predicate, timeout, origin, future, error)
 
     async def waitfor_async(
         self, seq: int, predicate: str, timeout: float | None = None, *, origin: str | None = None
@@ -267,21 +265,32 @@ class Node:
         try:
             return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(future)), timeout)
         except asyncio.TimeoutError as error:
-            if future.done():
-                raise
-            raise self._too_late(seq, predicate, timeout, origin, future) from error
+            return self._give_up(seq, predicate, timeout, origin, future, error)
+        except asyncio.CancelledError:
+            with self._core.lock:
+                if origin in self._core.frontiers:
+                    self._core.frontiers[origin].abandon(future)
+            raise
 
     def _wait(self, seq: int, predicate: str, origin: str) -> Future[int]:
-        self._core.check()
         if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
             raise ReplicationError(f"seq: expected the number of a message, from 1, got {seq!r}")
         with self._core.lock:
+            self._core.check()  # under the lock: who comes after the end would not be told of it
             return self._core.frontiers_of(origin, predicate).wait(seq, predicate)
 
-    def _too_late(
-        self, seq: int, predicate: str, timeout: float | None, origin: str, future: Future[int]
-    ) -> StabilityTimeoutError:
+    def _give_up(
+        self,
+        seq: int,
+        predicate: str,
+        timeout: float | None,
+        origin: str,
+        future: Future[int],
+        error: FutureTimeoutError | asyncio.TimeoutError,
+    ) -> int:
         with self._core.lock:
+            if future.done():  # just now, or by an error that is a timeout itself
+                return future.result()
             frontiers = self._core.frontiers[origin]
             frontiers.abandon(future)
             behind = frontiers.behind(seq, predicate)
@@ -291,11 +300,11 @@ class Node:
             f"{c.site}.{c.ack} is at {n}, {seq - n} behind{' (not connected)' if c.site in absent else ''}"
             for c, n in behind.items()
         ]
-        return StabilityTimeoutError(
+        raise StabilityTimeoutError(
             f"message {seq} of {origin} did not become stable under {predicate!r} = {text} within {timeout:g} s; "
             f"stable up to {reached}. {'; '.join(words)}",
             list(dict.fromkeys(c.site for c in behind)),
-        )
+        ) from error
 
     def register_ack(self, ack: str) -> None:
         """Makes an ack type of one's own known to this site's predicates."""
