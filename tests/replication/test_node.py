@@ -223,6 +223,37 @@ def test_site_gets_what_is_left_after_a_long_first_message_was_cut(tmp_path: Pat
         pair.close()
 
 
+def threads_named(words: str) -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if words in thread.name]
+
+
+def test_site_removed_and_added_at_once_has_one_pair_of_links(pair: Pair) -> None:
+    pair.paris.register_predicate("safe", "MIN($ALLSITES).persisted")
+    pair.paris.waitfor(pair.paris.send(b"x"), "safe", 30)
+    former = threads_named("replication-paris-to-tokyo")
+    assert len(former) == 2
+    pair.paris.remove_site("tokyo")
+    pair.paris.add_site("tokyo", address=pair.config["sites"]["tokyo"]["address"])
+    for thread in former:
+        thread.join(30)
+        assert not thread.is_alive()
+    assert len(threads_named("replication-paris-to-tokyo")) == 2
+    pair.paris.waitfor(pair.paris.send(b"x"), "safe", 30)
+
+
+def test_end_does_not_leave_a_giving_back_behind(pair: Pair, tmp_path: Path) -> None:
+    pair.paris.register_predicate("safe", "MIN($ALLSITES).persisted")
+    for _ in range(10):
+        seq = pair.paris.send(bytes(2 << 20))
+    pair.paris.waitfor(seq, "safe", 30)
+    pair.paris.close()
+    shutil.rmtree(tmp_path / "paris")
+    pair.paris = Node(pair.config, me="paris")
+    assert pair.paris.wait_received("paris", 1, 30)
+    pair.tokyo.close()
+    assert threads_named("give-back") == []
+
+
 def test_site_added_again_is_told_only_what_was_verified(pair: Pair) -> None:
     pair.paris.register_predicate("here", "MIN(paris).verified")
     pair.tokyo.send(b"first")

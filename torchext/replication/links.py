@@ -45,36 +45,54 @@ class Link:
         self.state = "connecting"
         self.sent_bytes = 0
         self.wake = threading.Event()  # cuts the pause before the next attempt short
+        self.gone = False  # set before the site may be added again, with links of its own
         self._hello = hello
         self._serve = serve
         self._lock = threading.Lock()
 
+    def has_ended(self) -> bool:
+        """Whether the node closes or the site was removed."""
+        return self.core.closing.is_set() or self.gone
+
     def run(self) -> None:
-        """Connects and serves until the node closes."""
+        """Connects and serves until the node closes or the site is removed."""
         pause_s = 0.02
-        while not self.core.closing.is_set() and self.site in self.core.outboxes:
+        while not self.has_ended():
             begun = time.monotonic()
             try:
-                sock, reply = handshake.connect(self.core.config, self.core.me, self.site, self._hello)
-                with self._lock:
-                    self.sock = sock
-                self.state = "connected"
-                self._serve(self, reply)
+                self.once()
             except (OSError, ReplicationError) as error:
                 if self.state == "connected" and time.monotonic() - begun > 1:
                     pause_s = 0.02
                 self.state = str(error)
                 _logger.debug("%s to %s: %s", self.purpose, self.site, error)
-            finally:
-                with self._lock:
-                    if self.sock is not None:
-                        self.sock.close()
-                    self.sock = None
-            if self.core.closing.is_set() or self.site not in self.core.outboxes:
+            if self.has_ended():
                 return
             if self.wake.wait(pause_s):
                 self.wake.clear()
             pause_s = min(2 * pause_s, 2.0)
+
+    def once(self) -> None:
+        """Connects and serves until the connection ends.
+
+        Raises:
+            OSError: It failed.
+            ReplicationError: The other side refused, or is not who or where it should be.
+        """
+        config = self.core.config
+        if self.has_ended() or self.site not in config.sites:
+            return
+        try:
+            sock, reply = handshake.connect(config, self.core.me, self.site, self._hello)
+            with self._lock:
+                self.sock = sock
+            self.state = "connected"
+            self._serve(self, reply)
+        finally:
+            with self._lock:
+                if self.sock is not None:
+                    self.sock.close()
+                self.sock = None
 
     def kick(self) -> None:
         """Has the connection made anew."""
@@ -93,7 +111,7 @@ def send_stream(origin: str) -> Callable[[Link, dict[str, Any]], None]:
         log = core.logs[origin]
         with _cursor(core, log, origin, link.site, _place(reply.get("place"))) as cursor:
             handshake.send_json(sock, {"begin": cursor.place})
-            while not core.closing.is_set() and link.site in core.outboxes:
+            while not link.has_ended():
                 region = cursor.region()
                 if region is None:
                     log.wait_beyond(cursor.place, 1.0)
@@ -161,11 +179,11 @@ def send_counters(link: Link, reply: dict[str, Any]) -> None:
         return data + _FRAME.pack(len(items), kind) + items
 
     outbox = core.outboxes.get(link.site)
-    if outbox is None:
+    if outbox is None or link.gone:  # in this order: what is there now may be for the links that come after this one
         return
     outbox.take(0)
     sock.sendall(frame(_ALL, core.own()))
-    while not core.closing.is_set() and link.site in core.outboxes:
+    while not link.has_ended():
         news = outbox.take(core.config.dead_after_s / 4)
         _raise_if_gone(sock)
         sock.sendall(frame(_NEWS, news))
@@ -249,8 +267,17 @@ def receive_stream(core: Core, sock: socket.socket, site: str, origin: str) -> N
         log.writing.release()
 
 
-def receive_counters(core: Core, sock: socket.socket, site: str, links: Callable[[str], list[Link]]) -> None:
+def receive_counters(
+    core: Core, sock: socket.socket, site: str, links: Callable[[str], list[Link]], give_back: Callable[[str], None]
+) -> None:
     """Takes another site's counters until the connection ends.
+
+    Args:
+        core: The node's.
+        sock: The connection.
+        site: Who sends them.
+        links: Gives the links to a site.
+        give_back: Called when the site turns out to lack messages of its own that are here.
 
     Raises:
         OSError: It ended, or was silent for too long.
@@ -271,8 +298,8 @@ def receive_counters(core: Core, sock: socket.socket, site: str, links: Callable
                 names = _names(data)
             elif kind in (_ALL, _NEWS):
                 core.hear(site, _counters(data, names), all_of_them=kind == _ALL)
-                if kind == _ALL:
-                    _give_back(core, site)
+                if kind == _ALL and _lacks_its_own(core, site):
+                    give_back(site)
             else:
                 raise FrameError(f"a control frame of type {kind}")
     except TimeoutError:
@@ -283,44 +310,29 @@ def receive_counters(core: Core, sock: socket.socket, site: str, links: Callable
         core.set_heard(site, False)
 
 
-def _give_back(core: Core, site: str) -> None:
-    """Sends a site its own messages that it has lost and that are here."""
+def _lacks_its_own(core: Core, site: str) -> bool:
     with core.lock:
         if site not in core.logs:
-            return
-        log = core.logs[site]
-        held = core.frontiers[site].counter(Counter(site, RECEIVED))
-    if log.tail.seq <= held:
+            return False
+        held, here = core.frontiers[site].counter(Counter(site, RECEIVED)), core.logs[site].tail.seq
+    if here > held:
+        _logger.warning("%s lost its messages %d to %d; sending them back", site, held + 1, here)
+    return here > held
+
+
+def send_back(link: Link, reply: dict[str, Any]) -> None:
+    """Sends a site its own messages, as far as they are here."""
+    core, sock, log = link.core, link.sock, link.core.logs.get(link.site)
+    assert sock is not None
+    if log is None:
         return
-    _logger.warning("%s lost its messages %d to %d; sending them back", site, held + 1, log.tail.seq)
-
-    def serve(link: Link, reply: dict[str, Any]) -> None:
-        sock = link.sock
-        assert sock is not None
-        with _cursor(core, log, site, site, _place(reply.get("place"))) as cursor:
-            handshake.send_json(sock, {"begin": cursor.place})
-            while not core.closing.is_set() and (region := cursor.region()) is not None:
-                at, end = region
-                while at < end:
-                    at += _send(sock, cursor, at, min(_SEND_BYTES, end - at))
-                cursor.skip(at)
-
-    def once() -> None:
-        try:
-            sock, reply = handshake.connect(core.config, core.me, site, {"purpose": "data", "stream": site})
-        except (OSError, ReplicationError) as error:
-            _logger.warning("could not give %s its messages back: %s", site, error)
-            return
-        link = Link(core, site, {"purpose": "data"}, serve)
-        link.sock = sock
-        try:
-            serve(link, reply)
-        except (OSError, ReplicationError) as error:
-            _logger.warning("could not give %s its messages back: %s", site, error)
-        finally:
-            sock.close()
-
-    threading.Thread(target=once, name=f"replication-give-back-{site}", daemon=True).start()
+    with _cursor(core, log, link.site, link.site, _place(reply.get("place"))) as cursor:
+        handshake.send_json(sock, {"begin": cursor.place})
+        while not link.has_ended() and (region := cursor.region()) is not None:
+            at, end = region
+            while at < end:
+                at += _send(sock, cursor, at, min(_SEND_BYTES, end - at))
+            cursor.skip(at)
 
 
 def _place(given: object) -> Place:

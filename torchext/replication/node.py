@@ -63,8 +63,10 @@ class Node:
         self.me = me
         self._incoming = links.Incoming()
         self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
-        self._served: set[threading.Thread] = set()  # guarded by _lock
+        self._served: set[threading.Thread] = set()  # those that come and go by themselves; guarded by _lock
+        self._giving_back: dict[str, links.Link] = {}  # by site, to which there is one at most; guarded by _lock
         self._lock = threading.Lock()
+        self._sites_lock = threading.Lock()  # held while a site is added or removed; guards changes of _links
         self._links: list[links.Link] = []
         self._threads: list[threading.Thread] = []
         site = self._config.sites[me]
@@ -421,8 +423,10 @@ class Node:
             ConfigError: The name or the address is wrong.
         """
         self._core.check()
-        self._core.add_site(name, make_site(name, {"address": address, "zone": zone, "store": "there"}))
-        self._link(name)
+        site = make_site(name, {"address": address, "zone": zone, "store": "there"})
+        with self._sites_lock:
+            self._core.add_site(name, site)
+            self._link(name)
 
     def remove_site(self, name: str) -> None:
         """Forgets another site: it is no longer in any set, sent to or heard. Its log stays in this site's store.
@@ -432,11 +436,15 @@ class Node:
             PredicateError: A predicate names it, or does not hold without it; nothing was changed.
         """
         self._core.check()
-        self._core.remove_site(name)
-        for link in self._links_to(name):
-            link.kick()
-        self._links = [link for link in self._links if link.site != name]
-        self._incoming.hang_up(name)
+        with self._sites_lock:
+            self._core.remove_site(name)
+            with self._lock:
+                giving_back = self._giving_back.get(name)
+            for link in (*self._links_to(name), *([giving_back] if giving_back is not None else [])):
+                link.gone = True
+                link.kick()
+            self._links = [link for link in self._links if link.site != name]
+            self._incoming.hang_up(name)
 
     # The node itself.
 
@@ -523,16 +531,15 @@ class Node:
         """Hangs up, ends all threads and waits, closes the log; what was sent goes on once the site is back."""
         self._core.stop()
         _shut(self._listener)
-        for link in self._links:
-            link.kick()
         while True:
             self._incoming.hang_up()
-            with self._lock:
+            with self._lock:  # also while asking: one of them may just be starting another
                 running = [t for t in (*self._threads, *self._served) if t is not threading.current_thread()]
-            alive = [t for t in running if t.is_alive()]
+                alive = [t for t in running if t.is_alive()]
+                going = [*self._links, *self._giving_back.values()]
             if not alive:
                 break
-            for link in self._links:
+            for link in going:
                 link.kick()
             alive[0].join(0.1)
         self._listener.close()
@@ -592,7 +599,7 @@ class Node:
                     if purpose == "data":
                         links.receive_stream(core, sock, site, stream)
                     else:
-                        links.receive_counters(core, sock, site, self._links_to)
+                        links.receive_counters(core, sock, site, self._links_to, self._give_back)
             else:
                 handshake.refuse(sock, f"{self.me} does not serve {purpose!r} to {site}")
         except (OSError, ReplicationError) as error:
@@ -608,6 +615,31 @@ class Node:
             sock.close()
             with self._lock:
                 self._served.discard(threading.current_thread())
+
+    def _give_back(self, site: str) -> None:
+        """Sends a site its own messages that it has lost, unless that is going on."""
+        link = links.Link(self._core, site, {"purpose": "data", "stream": site}, links.send_back)
+
+        def run() -> None:
+            try:
+                link.once()
+            except (OSError, ReplicationError) as error:
+                _logger.warning("could not give %s its messages back: %s", site, error)
+            except BaseException as error:
+                self._core.fail(error)
+                raise
+            finally:
+                with self._lock:
+                    del self._giving_back[site]
+                    self._served.discard(threading.current_thread())
+
+        with self._lock:
+            if site in self._giving_back:
+                return
+            thread = threading.Thread(target=run, name=f"replication-{self.me}-give-back-{site}", daemon=True)
+            thread.start()
+            self._giving_back[site] = link
+            self._served.add(thread)
 
     def _links_to(self, site: str) -> list[links.Link]:
         return [link for link in self._links if link.site == site]
