@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import warnings
@@ -226,6 +227,21 @@ def test_sharded_checkpoint_comes_back_as_a_folder(pair: Pair, tmp_path: Path) -
     assert fetch_checkpoint(pair.tokyo, FROM_PARIS, tmp_path / "copy") == 4
     copies = {p.relative_to(tmp_path / "copy"): p.read_bytes() for p in (tmp_path / "copy").rglob("*") if p.is_file()}
     assert copies == {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_checkpoint_is_found_behind_more_log_files_than_can_be_open(pair: Pair, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"state")
+    send_checkpoint(pair.paris, tmp_path / "file", 5)
+    for _ in range(30):
+        seq = pair.paris.send(bytes(2 << 20))  # each in a log file of its own
+    pair.paris.waitfor(seq, "safe", 30)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(fd) for fd in os.listdir("/proc/self/fd")) + 16, hard))
+    try:
+        assert fetch_checkpoint(pair.tokyo, FROM_PARIS, tmp_path / "copy") == 5
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert (tmp_path / "copy").read_bytes() == b"state"
 
 
 def test_nothing_stable_and_wrong_addresses_are_explained(pair: Pair, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def message(seq: int, size: int) -> bytes:
 
 def contents(log: StreamLog, after: int = 0) -> list[tuple[int, bytes]]:
     with Cursor(log, (after, 0)) as cursor:
-        return [(seq, b"".join(parts)) for seq, _, aborted, parts in cursor.messages() if not aborted]
+        return [(seq, b"".join(parts)) for seq, _, aborted, parts in iter(cursor.message, None) if not aborted]
 
 
 def raw(log: StreamLog, begin: tuple[int, int] = (0, 0)) -> bytes:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from torchext.replication.errors import ReplicationError, StabilityTimeoutError
@@ -111,28 +113,34 @@ def fetch_checkpoint(node: Node, url: str, to: str | os.PathLike[str], *, timeou
             f"arrived at {node.me} after {timeout:g} s",
             [node.me],
         )
-    newest: Message | None = None
-    found: dict[int, Message] = {}
     first = node.first(address.site)
-    for message in node.receive(address.site, after=first - 1, timeout=0):
+    with node.keeping(address.site, first - 1):
+        content = _newest(node.receive(address.site, after=first - 1, timeout=0), frontier)
+        if content is None:
+            raise ReplicationError(
+                f"{url}: no checkpoint of {address.site} is stable under {predicates[address.predicate]} here "
+                f"(stable up to message {frontier}, held from {first} to {node.last(address.site)})"
+            )
+        for name, seq in content["files"]:
+            path = Path(to) / name if name else Path(to)
+            if name and not path.resolve().is_relative_to(Path(to).resolve()):
+                raise ReplicationError(f"{url}: a file of the checkpoint is named {name!r}, outside its folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            next(node.receive(address.site, after=seq - 1, timeout=0)).save(path)
+    return int(content["step"])
+
+
+def _newest(messages: Iterator[Message], frontier: int) -> dict[str, Any] | None:
+    """The listing of the last whole checkpoint up to a frontier. Keeps no message: each holds files open."""
+    newest: dict[str, Any] | None = None
+    seen: set[int] = set()
+    for message in messages:
         if message.seq > frontier:
             break
-        found[message.seq] = message  # views of mapped files, not copies
-        if message.kind == BYTES and message.size_bytes < (64 << 20) and message.payload.startswith(_HEAD):
-            files = json.loads(message.payload)["files"]
-            if all(seq in found for _, seq in files):
-                newest = message
-                found = {seq: found[seq] for seq in [*(seq for _, seq in files), message.seq]}
-    if newest is None:
-        raise ReplicationError(
-            f"{url}: no checkpoint of {address.site} is stable under {predicates[address.predicate]} here "
-            f"(stable up to message {frontier}, held from {first} to {node.last(address.site)})"
-        )
-    content = json.loads(newest.payload)
-    for name, seq in content["files"]:
-        path = Path(to) / name if name else Path(to)
-        if name and not path.resolve().is_relative_to(Path(to).resolve()):
-            raise ReplicationError(f"{url}: a file of the checkpoint is named {name!r}, outside its folder")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        found[seq].save(path)
-    return int(content["step"])
+        seen.add(message.seq)
+        if message.kind == BYTES and message.parts and bytes(message.parts[0][: len(_HEAD)]) == _HEAD:
+            content = json.loads(message.payload)
+            if all(seq in seen for _, seq in content["files"]):
+                newest = content
+        del message  # before the next one's files are opened
+    return newest

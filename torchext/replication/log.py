@@ -15,7 +15,7 @@ import re
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -532,11 +532,6 @@ class Cursor:
                     self.advance(at, Place(seq, 0, checksum))
                     return seq, kind, bool(flags & ABORTED), parts
                 self.advance(at, Place(seq - 1, offset + length, checksum))
-
-    def messages(self) -> Iterator[tuple[int, int, bool, list[memoryview]]]:
-        """All whole messages that are there."""
-        while (message := self.message()) is not None:
-            yield message
 
     def _open(self, segment: _Segment) -> mmap.mmap:
         self.close()

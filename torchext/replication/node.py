@@ -391,6 +391,11 @@ class Node:
                             self.waitfor(seq, predicate, origin=origin)
                         yield Message(origin, seq, kind, parts)
                     place[0] = seq
+                    del found, parts  # as long as they are there, so are open files
+
+    def keeping(self, origin: str, after: int) -> contextlib.AbstractContextManager[None]:
+        """While this lasts, what follows a message of a site is not dropped from the log here."""
+        return self._core.reading(origin, [after])
 
     def _wait_beyond(self, cursor: Cursor, timeout: float | None) -> bool:
         log, seq = cursor.log, cursor.place.seq
