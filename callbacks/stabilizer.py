@@ -33,8 +33,8 @@ class StabilizerReplication(Checkpoint):
     the next step; with ``"warn"`` it becomes a warning, and the next checkpoint is sent all the same.
 
     ``trainer.fit(model, ckpt_path="stabilizer://SITE/latest?predicate=NAME")`` goes on from the newest checkpoint of
-    that site that was stable under the predicate. Strategies that read checkpoints by themselves (FSDP,
-    ModelParallel) take a folder that `fetch_checkpoint` has written.
+    that site that was stable under the predicate: rank 0 restores it and hands it to the others. Strategies
+    that read checkpoints by themselves (FSDP, ModelParallel) take a folder that `fetch_checkpoint` has written.
 
     Example::
 
