@@ -6,7 +6,10 @@ import contextlib
 import json
 import os
 import random
+import resource
 import signal
+import socket
+import struct
 import subprocess
 import warnings
 from collections.abc import Iterator
@@ -254,9 +257,40 @@ def test_a_wrong_token_is_refused(daemon: Daemon, monkeypatch: Any) -> None:
     assert status(daemon.address)["jobs"] == {}
 
 
-def test_random_bytes_do_no_harm(daemon: Daemon) -> None:
-    import socket
+def test_a_standby_without_descriptors_to_spare_keeps_its_images(standby: Any) -> None:
+    process, address = standby
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=address, job="job", transport="tcp", mode="rpo0") as replicator:
+        replicator.commit(0)
+        before = resource.prlimit(process.pid, resource.RLIMIT_NOFILE)
+        used = max(int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir())
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (used + 1, before[1]))
+        with pytest.raises(StandbyLostError):
+            status(address, timeout_s=0.5)
+        resource.prlimit(process.pid, resource.RLIMIT_NOFILE, before)
+        assert fetch(address, "job").step == 0
+        replicator.commit(1)
+        assert fetch(address, "job").step == 1
 
+
+def test_strangers_wait_for_their_turn_and_have_one_deadline(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchext.standby.daemon._GREETING_TIMEOUT_S", 0.5)
+    host, port = daemon.address.rsplit(":", 1)
+    with contextlib.ExitStack() as stack:
+        strangers = [stack.enter_context(socket.create_connection((host, int(port)), timeout=30)) for _ in range(50)]
+        assert status(daemon.address, timeout_s=30)["jobs"] == {}
+        slow = stack.enter_context(socket.create_connection((host, int(port)), timeout=0.05))
+        slow.sendall(struct.pack("<4sIQI", b"TXS1", 60_000, 0, 0))
+        with pytest.raises(OSError, match="reset|Broken pipe"):  # noqa: PT012
+            while True:  # a byte at a time does not prolong it
+                slow.sendall(b"{")
+                with contextlib.suppress(TimeoutError):
+                    if slow.recv(1) == b"":
+                        raise ConnectionResetError("reset")
+        assert all(stranger.recv(1) == b"" for stranger in strangers)
+
+
+def test_random_bytes_do_no_harm(daemon: Daemon) -> None:
     host, port = daemon.address.rsplit(":", 1)
     for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"TXS1" + b"\xff" * 40, os.urandom(100), b""):
         # It may hang up before it has read all.

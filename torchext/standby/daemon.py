@@ -23,6 +23,8 @@ from torchext.standby.source import LocalSource, SharedMemory, TcpSource
 logger = logging.getLogger(__name__)
 
 _GREETING_TIMEOUT_S = 10.0
+_MAX_STRANGERS = 32
+_PAUSE_S = 0.2
 _SEND_TIMEOUT_S = 30.0
 _CHUNK_BYTES = 8 << 20
 
@@ -85,7 +87,8 @@ class Daemon:
         self._linger_s = linger_s
         self._last_used = time.monotonic()
         self._sessions: set[Session] = set()  # guarded by changed
-        self._stopping = False
+        self._stopping = threading.Event()
+        self.strangers = threading.BoundedSemaphore(_MAX_STRANGERS)  # one for each connection until it is greeted
         family, target = wire.parse_address(listen)
         self._listener = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -115,25 +118,39 @@ class Daemon:
 
     def serve(self) -> None:
         """Accepts connections, each in a thread of its own, until `stop` is called or `linger_s` has passed."""
-        self._listener.settimeout(0.2)
-        while not self._stopping:
-            try:
-                sock, _ = self._listener.accept()
-            except TimeoutError:
-                if self._is_idle():
-                    break
-                continue
-            except OSError:
-                break  # closed by stop
-            session = Session(self, sock)
-            with self.changed:
-                self._sessions.add(session)
-            session.start()
+        self._listener.settimeout(_PAUSE_S)
+        while not self._stopping.is_set() and not self._is_idle():
+            if self.strangers.acquire(timeout=_PAUSE_S) and not self._accept():
+                self.strangers.release()
         self.stop()
+
+    def _accept(self) -> bool:
+        """Starts the session of the next connection; false if none comes within a moment."""
+        try:
+            sock, _ = self._listener.accept()
+        except TimeoutError:
+            return False
+        except OSError as error:
+            if not self._stopping.is_set():  # else closed by stop
+                logger.warning("cannot accept a connection: %s", error)
+                self._stopping.wait(_PAUSE_S)
+            return False
+        session = Session(self, sock)
+        with self.changed:
+            self._sessions.add(session)
+        try:
+            session.start()
+        except RuntimeError as error:  # no more threads
+            logger.warning("cannot serve a connection: %s", error)
+            sock.close()
+            self.forget(session)
+            self._stopping.wait(_PAUSE_S)
+            return False
+        return True
 
     def stop(self) -> None:
         """Closes all connections, waits for their threads and frees all memory. Idempotent."""
-        self._stopping = True
+        self._stopping.set()
         self._listener.close()
         with self.changed:
             sessions = list(self._sessions)
@@ -150,18 +167,19 @@ class Daemon:
     @property
     def is_stopping(self) -> bool:
         """Whether `stop` was called."""
-        return self._stopping
+        return self._stopping.is_set()
 
     def forget(self, session: Session) -> None:
         """A session has ended."""
         with self.changed:
             self._sessions.discard(session)
-            self._last_used = time.monotonic()
+            if session.hello:  # a stranger keeps nothing alive
+                self._last_used = time.monotonic()
             self.changed.notify_all()
 
     def _is_idle(self) -> bool:
         with self.changed:
-            if self._sessions or self._linger_s is None:
+            if self._linger_s is None or any(session.hello for session in self._sessions):
                 return False
             if self.jobs and all(len(job.finished) == job.world_size for job in self.jobs.values()):
                 return True
@@ -273,8 +291,10 @@ class Session(threading.Thread):
     def run(self) -> None:
         """Serves the connection to its end."""
         try:
-            self._sock.settimeout(_GREETING_TIMEOUT_S)
-            self.hello = wire.accept(self._sock)
+            try:
+                self.hello = wire.accept(self._sock, _GREETING_TIMEOUT_S)
+            finally:
+                self._daemon.strangers.release()
             serve = {"primary": self._serve_primary, "data": self._serve_data, "reader": self._serve_reader}
             serve[self.hello["role"]]()
         except (ConnectionError, TimeoutError) as error:

@@ -206,9 +206,8 @@ class Link:
                 return words
 
     def _receive(self, deadline: float, what: str) -> tuple[dict[str, Any], memoryview]:
-        self._sock.settimeout(max(0.001, deadline - time.monotonic()))
         try:
-            return wire.receive(self._sock)
+            return wire.receive(self._sock, deadline=deadline)
         except TimeoutError as error:
             raise TimeoutError(f"no answer ({what}) within {self._timeout_s:g} s") from error
         finally:

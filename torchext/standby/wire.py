@@ -9,6 +9,7 @@ import os
 import secrets
 import socket
 import struct
+import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -31,36 +32,49 @@ def send(sock: socket.socket, words: dict[str, Any], data: bytes | memoryview = 
         sock.sendall(data)
 
 
-def receive(sock: socket.socket, max_bytes: int = _MAX_BYTES) -> tuple[dict[str, Any], memoryview]:
+def receive(
+    sock: socket.socket, max_bytes: int = _MAX_BYTES, *, deadline: float | None = None
+) -> tuple[dict[str, Any], memoryview]:
     """Receives one message of at most so many bytes.
+
+    Args:
+        sock: The connection.
+        max_bytes: A longer message is refused before it is read.
+        deadline: By when, of `time.monotonic`, all of it has to be there; None: the socket's timeout holds for each
+            packet.
 
     Raises:
         ConnectionError: The peer has closed the connection.
-        TimeoutError: The socket's timeout passed.
+        TimeoutError: The deadline or the socket's timeout passed.
         CorruptStateError: Something else than a message of this protocol came.
     """
-    magic, text_bytes, data_bytes, crc = _HEADER.unpack(receive_exactly(sock, _HEADER.size))
+    magic, text_bytes, data_bytes, crc = _HEADER.unpack(receive_exactly(sock, _HEADER.size, deadline))
     if magic != _MAGIC or text_bytes + data_bytes > max_bytes:
         raise CorruptStateError(f"expected a message of the standby's protocol {_MAGIC!r}, got {bytes(magic)!r}")
-    text = receive_exactly(sock, text_bytes)
-    data = receive_exactly(sock, data_bytes)
+    text = receive_exactly(sock, text_bytes, deadline)
+    data = receive_exactly(sock, data_bytes, deadline)
     if zlib.crc32(data, zlib.crc32(text)) != crc:
         raise CorruptStateError("a message arrived with another checksum than it was sent with")
     words: dict[str, Any] = json.loads(bytes(text))
     return words, data
 
 
-def receive_exactly(sock: socket.socket, size: int) -> memoryview:
+def receive_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> memoryview:
     """Receives so many bytes."""
     memory = memoryview(bytearray(size))
-    receive_into(sock, memory)
+    receive_into(sock, memory, deadline)
     return memory
 
 
-def receive_into(sock: socket.socket, memory: memoryview) -> None:
-    """Fills ``memory``, of bytes."""
+def receive_into(sock: socket.socket, memory: memoryview, deadline: float | None = None) -> None:
+    """Fills ``memory``, of bytes; a deadline shortens the socket's timeout."""
     at = 0
     while at < len(memory):
+        if deadline is not None:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError("the deadline has passed")
+            sock.settimeout(left_s)
         count = sock.recv_into(memory[at:])
         if count == 0:
             raise ConnectionResetError("the peer closed the connection")
@@ -132,19 +146,26 @@ def greet(sock: socket.socket, hello: dict[str, Any]) -> dict[str, Any]:
     return raised(welcome)
 
 
-def accept(sock: socket.socket) -> dict[str, Any]:
+def accept(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
     """The standby's side: returns the hello of a client that knows the token.
+
+    Args:
+        sock: The connection.
+        timeout_s: For all of it; afterwards that of the socket.
 
     Raises:
         StandbyError: It does not.
+        TimeoutError: It did not say so in time.
     """
-    greeting, _ = receive(sock, _MAX_GREETING_BYTES)
+    deadline = time.monotonic() + timeout_s
+    greeting, _ = receive(sock, _MAX_GREETING_BYTES, deadline=deadline)
     nonce = secrets.token_hex(16)
     secret = _secret(sock)
     send(sock, {"nonce": nonce, "proof": prove(secret, greeting["nonce"], "standby")})
-    hello, _ = receive(sock, _MAX_GREETING_BYTES)
+    hello, _ = receive(sock, _MAX_GREETING_BYTES, deadline=deadline)
     if not proved(secret, nonce, "client", hello["proof"]):
         raise StandbyError(f"the client has another token; give both sides the same {_TOKEN_VARIABLE}")
+    sock.settimeout(timeout_s)
     return hello
 
 
