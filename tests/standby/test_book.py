@@ -31,6 +31,8 @@ class Primaries(RuleBasedStateMachine):
         self.sealed: list[set[tuple[int, int]]] = [set() for _ in range(world_size)]  # (run, step) for each rank
         self.next_step = [0] * world_size
         self.writing: list[tuple[int, int] | None] = [None] * world_size
+        self.begun = [-1] * world_size  # the last step of this run that each rank began or waits to begin
+        self.skipped: set[int] = set()  # steps of this run that some rank left out
         self.restart(fresh=True)
 
     @rule(fresh=st.booleans())
@@ -50,8 +52,14 @@ class Primaries(RuleBasedStateMachine):
         start = 0 if fresh or latest is None else latest + 1
         self.next_step = [start] * self.world_size
         self.writing = [None] * self.world_size
+        self.begun = [-1] * self.world_size
+        self.skipped = set()
 
-    @rule(actions=st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["write", "write", "begin", "seal", "drop"]))))
+    @rule(
+        actions=st.lists(
+            st.tuples(st.integers(0, 2), st.sampled_from(["write", "write", "begin", "seal", "drop", "skip"]))
+        )
+    )
     def train(self, actions: list[tuple[int, str]]) -> None:
         for rank, action in actions:
             if action == "write":
@@ -70,6 +78,7 @@ class Primaries(RuleBasedStateMachine):
         # No rank is more than one step ahead: collectives see to that.
         if self.writing[rank] is not None or step > min(self.next_step) + 1:
             return
+        self.begun[rank] = step
         image = self.book.begin(rank, self.run, step)
         if image is None:
             # It waits for somebody who can still do it.
@@ -78,6 +87,7 @@ class Primaries(RuleBasedStateMachine):
             assert (self.num_runs, newest.step) in self.sealed[rank]
             assert all((self.num_runs, newest.step) not in self.sealed[other] for other in self.book.behind(rank))
             assert self.book.behind(rank)
+            assert all(self.begun[other] <= newest.step for other in self.book.behind(rank))
             return
         latest = self.book.latest()
         if latest is not None:
@@ -104,6 +114,15 @@ class Primaries(RuleBasedStateMachine):
         if self.writing[rank] is not None:
             self.book.drop(rank, self.run)
             self.writing[rank] = None
+
+    def skip(self, rank: int) -> None:
+        """The step is dropped, or the rank has no connection meanwhile: it goes on with the next one."""
+        rank %= self.world_size
+        if self.next_step[rank] > min(self.next_step) + 1:
+            return
+        self.drop(rank)
+        self.skipped.add(self.next_step[rank])
+        self.next_step[rank] += 1
 
     @precondition(lambda self: self.num_runs > 1)
     @rule(rank=st.integers(0, 2), data=st.data())
@@ -164,10 +183,9 @@ class Primaries(RuleBasedStateMachine):
         if not hasattr(self, "book"):
             return
         with contextlib.suppress(StopIteration):
-            newest = min(step - 1 for step in self.next_step)
             start = 0 if self.resumed is None else self.resumed + 1
-            if newest >= start:
-                assert self.book.latest() == newest
+            newest = next(step for step in reversed(range(start, min(self.next_step))) if step not in self.skipped)
+            assert self.book.latest() == newest
 
 
 Primaries.TestCase.settings = settings(max_examples=100, stateful_step_count=20, deadline=None)
@@ -189,6 +207,25 @@ def test_a_rank_that_is_ahead_waits_for_the_others() -> None:
     book.seal(1, "a", 1)
     assert book.latest() == 1
     assert book.begin(0, "a", 2) == 0
+
+
+def test_a_step_that_a_rank_leaves_out_does_not_stop_the_others() -> None:
+    book = Book(2)
+    for rank in range(2):
+        book.claim(rank, "a")
+        book.begin(rank, "a", 1)
+        book.seal(rank, "a", 1)
+    assert book.begin(0, "a", 2) == 1
+    book.seal(0, "a", 2)
+    book.begin(1, "a", 2)
+    book.drop(1, "a")
+    assert book.begin(0, "a", 3) is None  # rank 1 might write 2 again, for all that is known
+    assert book.begin(1, "a", 3) == 1
+    book.seal(1, "a", 3)
+    assert book.begin(0, "a", 3) == 1  # not 0, which counts
+    assert book.latest() == 1
+    book.seal(0, "a", 3)
+    assert book.latest() == 3
 
 
 def test_what_is_held_is_named() -> None:

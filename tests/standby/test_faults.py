@@ -281,7 +281,7 @@ def test_strangers_wait_for_their_turn_and_have_one_deadline(daemon: Daemon, mon
         assert status(daemon.address, timeout_s=30)["jobs"] == {}
         slow = stack.enter_context(socket.create_connection((host, int(port)), timeout=0.05))
         slow.sendall(struct.pack("<4sIQI", b"TXS1", 60_000, 0, 0))
-        with pytest.raises(OSError, match="reset|Broken pipe"):  # noqa: PT012
+        with pytest.raises(OSError, match=r"reset|Broken pipe"):  # noqa: PT012
             while True:  # a byte at a time does not prolong it
                 slow.sendall(b"{")
                 with contextlib.suppress(TimeoutError):

@@ -301,6 +301,40 @@ def test_a_change_between_commit_and_step_drops_the_commit_and_never_tears_it(
         _assert_same(state.tree["models"]["model"], model.state_dict())
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_step_that_one_rank_drops_costs_that_step_alone(daemon: Daemon, times: int) -> None:
+    def make(rank: int) -> tuple[Any, Any, Replicator]:
+        torch.manual_seed(rank)
+        model = torch.nn.Embedding(500, 16, sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters())
+        return model, optimizer, _replicator(daemon, model, optimizer, rank=rank, world_size=2)
+
+    def train(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(torch.randint(0, 500, (10,))).square().sum().backward()
+        optimizer.step()
+
+    parts = [make(rank) for rank in range(2)]
+    with parts[0][2], parts[1][2]:
+        for i in range(12):
+            dropping = i in range(3, 3 + times) or i in range(8, 8 + times)
+            for model, optimizer, replicator in parts:
+                train(model, optimizer)
+                replicator.commit(i)
+            if dropping:
+                with torch.no_grad():
+                    parts[i % 2][0].weight.mul_(1.5)
+            expected = [copy.deepcopy(model.state_dict()) for model, *_ in parts]
+            for _, _, replicator in parts:
+                replicator.gate()
+            if not dropping:
+                while status(daemon.address)["jobs"]["job"]["step"] != i:
+                    pass  # sealed without waiting
+                for rank in range(2):
+                    _assert_same(fetch(daemon.address, "job", rank=rank).tree["models"]["model"], expected[rank])
+        assert all(replicator.stats["connected"] for *_, replicator in parts)
+
+
 def test_state_that_grows_and_shrinks(daemon: Daemon) -> None:
     model, optimizer = build()
     with _replicator(daemon, model, optimizer, mode="rpo0") as replicator:

@@ -1,7 +1,9 @@
 """Who may write which image, and which step counts: the rules of the standby, without memory, sockets or time.
 
 Each rank has two images. A step counts once every rank has sealed it whole, so the image that holds the step which
-counts is never written to, and a rank that is ahead waits for the others before it gives up its way back.
+counts is never written to, and a rank that is ahead waits for the others before it gives up its way back. It need not
+wait for a rank that has left the step out, as one does whose commit was dropped or that had no connection: steps only
+grow, so such a step can never count, and its image is written again.
 
 A restart replaces the processes of all ranks, one after the other. What they write belongs together only if they are of
 the same term: a term begins when a rank gets another process although the one before has written in this term. Every
@@ -35,6 +37,7 @@ class _Member:
     fenced: set[str] = field(default_factory=set)
     images: list[Record | None] = field(default_factory=lambda: [None, None])
     writing: tuple[int, int] | None = None  # image, step
+    begun: int | None = None  # the last step that the process has begun or waits to begin
 
 
 class Book:
@@ -63,6 +66,7 @@ class Book:
                 self.term += 1
             member.run = run
             member.term = None
+            member.begun = None
         member.writing = None
         return self.term
 
@@ -70,6 +74,7 @@ class Book:
         """Goes back to a step: what the rank wrote beyond it is another future, and does not count any more."""
         member = self._owned(rank, run)
         found = self._record(rank, step)
+        member.begun = None
         member.images = [record if record is None or record <= found else None for record in member.images]
 
     def begin(self, rank: int, run: str, step: int) -> int | None:
@@ -84,10 +89,16 @@ class Book:
             # What earlier processes did not all seal is of no use to anybody.
             common = self._common()
             member.images = [record if record in common else None for record in member.images]
+        member.begun = step
         newest = self.newest(rank)
-        if newest is not None and newest not in self._common():
+        if newest is None:
+            image = 0
+        elif newest in self._common():
+            image = 1 - member.images.index(newest)
+        elif self._is_passed(rank, newest):
+            image = member.images.index(newest)
+        else:
             return None
-        image = 0 if newest is None else 1 - member.images.index(newest)
         member.images[image] = None
         member.writing = image, step
         return image
@@ -132,6 +143,11 @@ class Book:
         if newest is None:
             return []
         return [other for other, member in enumerate(self.members) if newest not in member.images]
+
+    def _is_passed(self, rank: int, record: Record) -> bool:
+        """Whether a rank that lacks the record is beyond its step."""
+        begun = [self.members[other].begun for other in self.behind(rank)]
+        return any(step is not None and step > record.step for step in begun)
 
     def _common(self) -> list[Record]:
         """What all ranks hold, in order."""

@@ -155,8 +155,15 @@ class Images:
         return num_bytes
 
     def seal(self, index: int) -> None:
-        """The image counts from now on; the other one lacks what changed."""
-        self.images[1 - index].missing = self._last_changes
+        """The image is whole from now on; the other one lacks what changed, and what it lacked before.
+
+        Before, there is something only where this image was written twice running.
+        """
+        image, other = self.images[index], self.images[1 - index]
+        other.missing.forget([n for n in [*other.missing.whole, *other.missing.rows] if n not in image.entries])
+        other.missing.merge(
+            self._last_changes, {number: held.slot.size_bytes for number, held in image.entries.items()}
+        )
 
     def drop(self, index: int) -> None:
         """The image does not count; it is brought back to the other one when it is written next."""

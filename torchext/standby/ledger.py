@@ -100,7 +100,6 @@ class Ledger:
         self._copies: list[Entry] = []  # in the order in which they are met
         self._num_copies = 0  # met so far in this commit
         self._pending = Changes()  # since the last commit that was sealed
-        self._sizes: dict[int, int] = {}
         self._added: dict[int, Entry] = {}
         self._removed: list[int] = []
 
@@ -176,10 +175,12 @@ class Ledger:
         return Publication(data, added, removed, changes)
 
     def take_back(self, publication: Publication) -> None:
-        """A publication was not sealed: what it would have brought belongs to the next one."""
-        publication.changes.forget(number for number in list(publication.changes.whole) if number not in self._known)
-        publication.changes.forget(number for number in list(publication.changes.rows) if number not in self._known)
-        self._pending.merge(publication.changes, self._sizes)
+        """A publication was not sealed: what it would have brought belongs to the next one.
+
+        As whole entries: the standby may have torn the image that held the last publication.
+        """
+        changes = publication.changes
+        self._pending.add_whole(number for number in [*changes.whole, *changes.rows] if number in self._known)
 
     def renew(self) -> None:
         """The standby knows nothing: the next publication brings everything."""
@@ -227,14 +228,12 @@ class Ledger:
     def _new_entry(self, size_bytes: int, name: str) -> Entry:
         entry = Entry(self._next_number, self._arena.allocate(size_bytes), name)
         self._next_number += 1
-        self._sizes[entry.number] = size_bytes
         self._added[entry.number] = entry
         self._pending.add_whole([entry.number])
         return entry
 
     def _remove(self, entry: Entry) -> None:
         self._arena.free(entry.slot)
-        del self._sizes[entry.number]
         self._pending.forget([entry.number])
         if self._added.pop(entry.number, None) is None:
             self._removed.append(entry.number)
