@@ -21,7 +21,7 @@ import torch
 
 from tests.standby.processes import Net, build, start_standby, step, undisturbed
 from tests.standby.training import PLACES, Trainings
-from torchext.standby import FencedError, Replicator, StandbyError, StandbyLostError, StandbyLostWarning
+from torchext.standby import FencedError, Replicator, StandbyError, StandbyLostError, StandbyLostWarning, wire
 from torchext.standby.daemon import Daemon
 from torchext.standby.link import fetch, status
 
@@ -255,6 +255,21 @@ def test_a_wrong_token_is_refused(daemon: Daemon, monkeypatch: Any) -> None:
     )
     assert "the standby has another token; give both sides the same TORCHEXT_STANDBY_TOKEN" in done.stderr
     assert status(daemon.address)["jobs"] == {}
+
+
+def test_a_reader_that_stops_reading_does_not_stop_training(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchext.standby.daemon._READER_TIMEOUT_S", 0.3)
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=daemon.address, job="job", mode="rpo0") as replicator:
+        replicator.commit(0, state=torch.zeros(1 << 26, dtype=torch.uint8))
+        with wire.connect(daemon.address, 30) as sock:
+            wire.greet(sock, {"role": "reader"})
+            wire.send(sock, {"op": "fetch", "job": "job", "rank": 0, "step": None})
+            assert wire.receive(sock)[0]["step"] == 0
+            for i in range(1, 4):
+                replicator.commit(i)
+        assert replicator.stats["committed"] == 3
+    assert fetch(daemon.address, "job").step == 3
 
 
 def test_a_standby_without_descriptors_to_spare_keeps_its_images(standby: Any) -> None:

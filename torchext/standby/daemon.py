@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,11 @@ logger = logging.getLogger(__name__)
 _GREETING_TIMEOUT_S = 10.0
 _MAX_STRANGERS = 32
 _PAUSE_S = 0.2
-_SEND_TIMEOUT_S = 30.0
-_CHUNK_BYTES = 8 << 20
+_REQUEST_TIMEOUT_S = 30.0
+# A reader that is slower than a chunk in this time is given up, and any reader once training has waited so long for it:
+# together less than the 30 s after which the training process gives up its standby.
+_READER_TIMEOUT_S = 10.0
+_CHUNK_BYTES = 1 << 20
 
 
 def boot_id() -> str:
@@ -40,15 +43,25 @@ class Rank:
 
     Attributes:
         images: Its two images.
-        busy: Held while an image is written or read out.
+        busy: Held while an image is written or read out; by the training process through `hold`.
+        wanted_since: When the training process began to wait for a reader, of `time.monotonic`.
         session: The connection of the process that owns the rank, while there is one.
         stats: For `status`.
     """
 
     images: Images
     busy: threading.Lock = field(default_factory=threading.Lock)
+    wanted_since: float | None = None
     session: Session | None = None
     stats: dict[str, Any] = field(default_factory=lambda: {"commits": 0, "bytes": 0, "published": None, "at": None})
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Holds `busy` for the training process: a reader that has it ends soon."""
+        self.wanted_since = time.monotonic()
+        with self.busy:
+            self.wanted_since = None
+            yield
 
 
 class Job:
@@ -385,7 +398,7 @@ class Session(threading.Thread):
                     {"error": f"{self.peer} has taken over rank {number} of job {job.name!r}", "kind": "FencedError"}
                 )
             before.close()
-        with rank.busy:  # no write by the one before is under way any more
+        with rank.hold():  # no write by the one before is under way any more
             with self._daemon.changed:
                 term = job.book.claim(number, run)
                 job.finished.discard(number)
@@ -438,7 +451,7 @@ class Session(threading.Thread):
         self._wait(may_begin)
         index = image[0]
         assert index is not None
-        with rank.busy:
+        with rank.hold():
             num_bytes = rank.images.write(index, step, bytes(data[:tree_bytes]), self._sizes, changes, source)
         with self._daemon.changed:
             rank.stats["commits"] += 1
@@ -456,7 +469,7 @@ class Session(threading.Thread):
     def _seal(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()
         rank = job.ranks[self._rank_number]
-        with rank.busy, self._daemon.changed:
+        with rank.hold(), self._daemon.changed:
             before = job.book.latest()
             writing = job.book.members[self._rank_number].writing
             job.book.seal(self._rank_number, self.hello["run"], words["step"])
@@ -473,7 +486,7 @@ class Session(threading.Thread):
     def _drop(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()
         rank = job.ranks[self._rank_number]
-        with rank.busy, self._daemon.changed:
+        with rank.hold(), self._daemon.changed:
             writing = job.book.members[self._rank_number].writing
             if writing is not None:
                 rank.images.drop(writing[0])
@@ -498,7 +511,7 @@ class Session(threading.Thread):
     def _serve_reader(self) -> None:
         self.peer = "a reader"
         self._send({"boot_id": boot_id(), "pid": os.getpid()})
-        self._sock.settimeout(_SEND_TIMEOUT_S)
+        self._sock.settimeout(_REQUEST_TIMEOUT_S)
         words, _ = wire.receive(self._sock)
         if words["op"] == "status":
             self._send(self._daemon.status())
@@ -529,13 +542,20 @@ class Session(threading.Thread):
                 image = rank.images.images[job.book.image(number, step)]
             entries = [[n, held.slot.size_bytes, held.checksum] for n, held in sorted(image.entries.items())]
             words = {"step": step, "world_size": job.world_size, "entries": entries, "record": image.record}
-            self._sock.settimeout(_SEND_TIMEOUT_S)
+            self._sock.settimeout(_READER_TIMEOUT_S)
             try:
-                self._send(words, image.tree)
-                for _, held in sorted(image.entries.items()):
-                    memory = held.slot.base.numpy().data
-                    for at in range(0, len(memory), _CHUNK_BYTES):
-                        self._sock.sendall(memory[at : at + _CHUNK_BYTES])
+                with self._sending:  # nothing else may come in between
+                    wire.send(self._sock, words, image.tree)
+                    for _, held in sorted(image.entries.items()):
+                        memory = held.slot.base.numpy().data
+                        for at in range(0, len(memory), _CHUNK_BYTES):
+                            self._sock.sendall(memory[at : at + _CHUNK_BYTES])
+                            since = rank.wanted_since
+                            if since is not None and time.monotonic() - since > _READER_TIMEOUT_S:
+                                raise TimeoutError(f"it was reading step {step} while training waited to go on")
+            except OSError:
+                self.close()  # no message would be understood in the middle of a state
+                raise
             finally:
                 self._sock.settimeout(before)
 
