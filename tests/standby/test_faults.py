@@ -152,6 +152,7 @@ def test_a_standby_that_stops_costs_one_timeout_or_raises(standby: Any) -> None:
         replicator.commit(0)
         replicator.gate()
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # all of its threads
         replicator.commit(1)
         with pytest.warns(StandbyLostWarning, match=r"no answer \(pulled of step 1\) within 0.5 s"):
             step(model, optimizer)
@@ -163,6 +164,7 @@ def test_a_standby_that_stops_costs_one_timeout_or_raises(standby: Any) -> None:
         replicator.commit(0)
         replicator.gate()
         process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)  # all of its threads
         replicator.commit(1)
         with pytest.raises(StandbyLostError, match=r"rank 0 of job 'b' .* at step 1: no answer"):
             step(model, optimizer)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.standby.processes import Net, build, step, undisturbed
-from torchext.standby import NoStateError, Replicator, StateMismatchError
+from torchext.standby import NoStateError, Replicator, StandbyError, StateMismatchError
 from torchext.standby.daemon import Daemon
 from torchext.standby.link import State, fetch, remove, status
 from torchext.standby.replicator import default_job
@@ -299,6 +299,28 @@ def test_a_change_between_commit_and_step_drops_the_commit_and_never_tears_it(
         while state.step != 3:  # sealed without waiting
             state = _fetch(daemon)
         _assert_same(state.tree["models"]["model"], model.state_dict())
+
+
+def test_a_dropped_last_commit_does_not_keep_close_waiting(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    model, optimizer = build()
+    with _replicator(daemon, model, optimizer) as replicator:
+        step(model, optimizer)
+        replicator.commit(0)
+        step(model, optimizer)
+        replicator.commit(1)
+        with torch.no_grad():
+            model.layers[0].weight.mul_(2.0)
+    assert "step 1 is not committed" in caplog.text
+    assert "may be lost" not in caplog.text  # as after a timeout
+    assert _fetch(daemon).step == 0
+
+
+def test_restoring_after_a_commit_is_refused(daemon: Daemon) -> None:
+    model, optimizer = build()
+    with _replicator(daemon, model, optimizer) as replicator:
+        replicator.commit(7)
+        with pytest.raises(StandbyError, match=r"restore\(\) after commit\(\) of step 7: call it before"):
+            replicator.restore()
 
 
 @pytest.mark.parametrize("times", [1, 2])

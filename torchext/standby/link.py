@@ -28,6 +28,7 @@ from torchext.standby.ledger import Publication
 from torchext.standby.source import serve
 
 _LOCAL_LINGER_S = 600.0
+_START_TIMEOUT_S = 60.0  # it imports torch
 
 
 @dataclass(frozen=True)
@@ -274,7 +275,17 @@ def _connect_or_start(address: str, timeout_s: float) -> socket.socket:
     # It has to outlive this process, so it puts itself into the background, in a session of its own.
     words = ["--listen", wire.LOCAL, "--background", "--linger", str(_LOCAL_LINGER_S)]
     command = [sys.executable, "-m", "torchext", "standby", *words]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=max(timeout_s, _START_TIMEOUT_S),
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StandbyLostError(f"starting a standby on this host took more than {error.timeout:g} s") from error
     try:
         return wire.connect(address, timeout_s)  # even where it failed: another process may have been faster
     except ConnectionRefusedError as error:

@@ -92,6 +92,7 @@ class Publisher:
         self._committed_before: int | None = None
         self._reconnect: _Reconnect | None = None
         self._closed = False
+        self._has_warned = False  # that the standby is lost, since the last step that it got
         self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
         if gate_in_optimizers:
             self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
@@ -108,8 +109,12 @@ class Publisher:
             None where the standby holds no state.
 
         Raises:
-            StandbyError: The standby cannot be reached, or refuses.
+            StandbyError: The standby cannot be reached, or refuses; or this process has committed steps already.
         """
+        if self.step is not None:
+            raise StandbyError(
+                f"restore() after commit() of step {self.step}: call it before the first commit, or in another process"
+            )
         try:
             link: Link = self._linked(take_over=True)
             try:
@@ -162,10 +167,8 @@ class Publisher:
             self._in_flight = step, publication
             link.publish(step, publication)
             self.step = step
-            if self._mode == "rpo0":
-                self.gate()
-                if self._link is not None:
-                    self._timed(lambda: link.wait_committed(step))
+            if self._mode == "rpo0" and self.gate():
+                self._timed(lambda: link.wait_committed(step))
         except (FencedError, StateMismatchError):
             self._unlink()
             raise
@@ -173,15 +176,18 @@ class Publisher:
             self.step = step
             self._lose(error)
 
-    def gate(self) -> None:
+    def gate(self) -> bool:
         """Returns once the optimizers may change what they own: the standby has pulled it.
+
+        Returns:
+            Whether a step was sealed by this call; False where there was nothing to wait for, or it was dropped.
 
         Raises:
             FencedError: Another process has taken over.
             StandbyLostError: With ``on_standby_loss="raise"``: the standby is gone, or did not end within the timeout.
         """
         if self._in_flight is None or self._link is None:
-            return
+            return False
         step, publication = self._in_flight
         link = self._link
         try:
@@ -201,11 +207,14 @@ class Publisher:
                 )
             else:
                 link.seal(step)
+                self._has_warned = False
+                return True
         except FencedError:
             self._unlink()
             raise
         except (OSError, StandbyError) as error:
             self._lose(error)
+        return False
 
     def close(self, *, finished: bool) -> None:
         """Lets the standby finish the last commit, then ends the connection. The tensors stay where they are.
@@ -223,8 +232,7 @@ class Publisher:
         link = self._link
         step = None if self._in_flight is None else self._in_flight[0]
         try:
-            self.gate()
-            if self._link is not None and link is not None and step is not None:
+            if self.gate() and link is not None and step is not None:
                 link.wait_committed(step)
             if finished and self._link is not None:
                 self._link.finish()
@@ -292,7 +300,6 @@ class Publisher:
 
     def _lose(self, error: Exception) -> None:
         """No standby any more: raises, or goes on and looks for it in the background."""
-        was_known = self._reconnect is not None
         self._unlink()
         message = (
             f"rank {self._identity.rank} of job {self._identity.job!r} has lost its standby at {self._standby} at step "
@@ -300,7 +307,8 @@ class Publisher:
         )
         if self._on_standby_loss == "raise":
             raise StandbyLostError(message) from error
-        if not was_known:
+        if not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"{message}; training goes on without, and catches up when it is back", StandbyLostWarning, stacklevel=4
             )

@@ -155,6 +155,7 @@ class Replicator:
         Raises:
             StateMismatchError: The state is that of another model or number of ranks; names and shapes are given.
             StandbyLostError: The standby cannot be reached.
+            StandbyError: A step was committed already.
         """
         state = self._publisher.resume(step)
         if state is None:
