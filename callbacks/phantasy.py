@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import io
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -150,9 +150,7 @@ class PhantasyCheckpoint(Callback):
         if self._loops is not None:
             self._loops.close()
             self._loops = None
-            io = trainer.strategy.checkpoint_io
-            if isinstance(io, _StandbyIO):
-                trainer.strategy.checkpoint_io = io.inner
+            trainer.strategy.checkpoint_io = _without_standby(trainer.strategy.checkpoint_io)
 
     # --- within ---
 
@@ -229,6 +227,16 @@ class _StandbyIO(CheckpointIO):
         self.inner.teardown()
 
 
+def _without_standby(outer: CheckpointIO) -> CheckpointIO:
+    """Takes a `_StandbyIO` out of plugins that wrap one another; each holds the next one in an attribute."""
+    if isinstance(outer, _StandbyIO):
+        return outer.inner
+    for name, inner in list(vars(outer).items()):
+        if isinstance(inner, CheckpointIO):
+            setattr(outer, name, _without_standby(inner))
+    return outer
+
+
 class _Loops:
     """Follows a trainer's loops: the end of each iteration, and how its data is fetched.
 
@@ -265,8 +273,9 @@ class _Loops:
     def collect(self) -> dict[str, Any]:
         """What a checkpoint needs beside Lightning's own: generators and position in the data."""
         if self._packed is None:
-            data = pickle.dumps((self._setup, self._iterator, self._first))
-            self._packed = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            file = io.BytesIO()
+            torch.save((self._setup, self._iterator, self._first), file)
+            self._packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
         consumed = self._epoch.batch_progress.current.ready
         return {"rng": rng.collect(), "data": self._packed, "consumed": consumed}
 
@@ -278,7 +287,9 @@ class _Loops:
 
     def resume_from(self, saved: dict[str, Any]) -> None:
         """The next start of an epoch goes on from there."""
-        self._setup, self._iterator, self._first = pickle.loads(saved["data"].numpy().tobytes())
+        # It may be anybody's checkpoint: no code of it is run.
+        packed = torch.load(io.BytesIO(saved["data"].numpy().tobytes()), weights_only=True)
+        self._setup, self._iterator, self._first = packed
         self._resume = saved
 
     def _wrap(self, loop: Any, name: str, around: Callable[..., None]) -> None:

@@ -133,6 +133,7 @@ def fit(
     if path is None:
         pl.seed_everything(7, verbose=False)
     callback_options = options.pop("callback", {})
+    others = options.pop("callbacks", [])
     model = Model(crash_at)
     trainer = pl.Trainer(
         accelerator="cpu",
@@ -140,7 +141,7 @@ def fit(
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[] if address is None else [PhantasyCheckpoint(address, job="job", **callback_options)],
+        callbacks=others if address is None else [PhantasyCheckpoint(address, job="job", **callback_options), *others],
         **{"max_epochs": 3, "num_sanity_val_steps": 1, **options},
     )
     validation = DataLoader(Numbers(8), batch_size=4)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from tests.callbacks.lightning_jobs import Crashed, Model, fit
 from torchext.callbacks import PhantasyCheckpoint
@@ -119,6 +123,49 @@ def test_the_trainer_is_left_as_it_was(daemon: Daemon) -> None:
     assert type(trainer.strategy.checkpoint_io).__name__ == "TorchCheckpointIO"
     for loop in (trainer.fit_loop, trainer.fit_loop.epoch_loop):
         assert not {"setup_data", "on_advance_start", "on_run_start", "on_advance_end"} & vars(loop).keys()
+
+
+class _Wrapping(TorchCheckpointIO):
+    """What another callback may put around the standby's."""
+
+    def __init__(self, inner: CheckpointIO) -> None:
+        self.wrapped = inner
+
+
+class _WrapsAfterwards(Callback):
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        trainer.strategy.checkpoint_io = _Wrapping(trainer.strategy.checkpoint_io)
+
+
+def test_the_trainer_is_left_as_it_was_where_another_callback_has_wrapped_it(daemon: Daemon) -> None:
+    model = fit(daemon.address, "shuffled", max_epochs=1, callbacks=[_WrapsAfterwards()])
+    outer = model.trainer.strategy.checkpoint_io
+    assert isinstance(outer, _Wrapping)
+    assert type(outer.wrapped) is TorchCheckpointIO
+
+
+def test_no_code_of_a_checkpoint_is_run(daemon: Daemon, tmp_path: Path) -> None:
+    fit(daemon.address, "shuffled", max_epochs=1)
+    file = tmp_path / "exported.ckpt"
+    assert cli.main(["export", "latest", str(file), "--standby", daemon.address]) == 0
+    checkpoint = torch.load(file, weights_only=True)
+    evil = io.BytesIO()
+    torch.save(_Touches(tmp_path / "ran"), evil)
+    checkpoint["torchext_standby"]["data"] = torch.frombuffer(bytearray(evil.getvalue()), dtype=torch.uint8)
+    torch.save(checkpoint, file)
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        fit(daemon.address, "shuffled", path=str(file))
+    assert not (tmp_path / "ran").exists()
+
+
+class _Touches:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self._path,)
 
 
 def test_naming_the_package_does_not_import_lightning() -> None:
