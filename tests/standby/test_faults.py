@@ -11,7 +11,9 @@ import signal
 import socket
 import struct
 import subprocess
+import threading
 import warnings
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,10 @@ import torch
 from tests.standby.processes import Net, build, start_standby, step, undisturbed
 from tests.standby.training import PLACES, Trainings
 from torchext.standby import FencedError, Replicator, StandbyError, StandbyLostError, StandbyLostWarning, wire
+from torchext.standby.arena import Segment
 from torchext.standby.daemon import Daemon
 from torchext.standby.link import fetch, status
+from torchext.standby.source import LocalSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -187,8 +191,6 @@ def test_no_standby_at_all(monkeypatch: Any) -> None:
 
 def test_a_standby_out_of_memory_says_how_much_it_needs() -> None:
     with Daemon("127.0.0.1:0", memory_bytes=50_000) as daemon:
-        import threading
-
         thread = threading.Thread(target=daemon.serve)
         thread.start()
         model, optimizer = build()
@@ -307,9 +309,57 @@ def test_strangers_wait_for_their_turn_and_have_one_deadline(daemon: Daemon, mon
         assert all(stranger.recv(1) == b"" for stranger in strangers)
 
 
+@pytest.mark.parametrize(
+    ("hello", "message"),
+    [
+        ({"rank": 2, "world_size": 2}, r"rank has to be from 0 to the world size - 1, got 2 of 2"),
+        ({"rank": -1, "world_size": 2}, r"got -1 of 2"),
+        ({"rank": "0", "world_size": 2}, r"got '0' of 2"),
+    ],
+)
+def test_a_rank_that_cannot_be_is_refused(daemon: Daemon, hello: dict[str, Any], message: str) -> None:
+    with wire.connect(daemon.address, 30) as sock, pytest.raises(StandbyError, match=message):
+        wire.greet(sock, {"role": "primary", "job": "job", "run": "a", **hello})
+
+
+def test_memory_outside_of_a_segment_is_never_read() -> None:
+    segment = Segment(100, huge_pages=False)
+    source = LocalSource(os.getpid())
+    try:
+        source.declare(1, 100, segment.descriptor, segment.size_bytes - 100, segment.nonce)
+        for size, offset in ((100, segment.size_bytes - 99), (-1, 0), (8, -8), (1 << 60, 0)):
+            with pytest.raises(StandbyError, match=r"entry 1, .* is not within its segment of"):
+                source.declare(1, size, segment.descriptor, offset, segment.nonce)
+        with pytest.raises(StandbyError, match="16 bytes, got 0"):
+            source.declare(1, 100, segment.descriptor, 0, b"")
+    finally:
+        source.close()
+        segment.close()
+
+
+def test_both_ends_notice_a_host_that_is_gone(daemon: Daemon) -> None:
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=daemon.address, job="job", transport="tcp", mode="rpo0") as replicator:
+        replicator.commit(0)
+        session = daemon.jobs["job"].ranks[0].session
+        link = replicator._publisher._link
+        assert session is not None
+        assert link is not None
+        for sock in (session._sock, link._sock, *link._streams):
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000
+
+
+def _message(text: bytes) -> bytes:
+    return struct.pack("<4sIQI", b"TXS1", len(text), 0, zlib.crc32(text)) + text
+
+
 def test_random_bytes_do_no_harm(daemon: Daemon) -> None:
+    texts = (b"[]", b"1", b"[" * 30_000, b"\xff", b"{}", b'{"nonce":"\\ud800"}')
+    proofs = (b'{"proof":"\xc3\xa4"}', b'{"proof":"\\ud800"}', b'{"proof":1}')
+    words = [*map(_message, texts), *(_message(b'{"nonce":"a"}') + _message(proof) for proof in proofs)]
     host, port = daemon.address.rsplit(":", 1)
-    for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"TXS1" + b"\xff" * 40, os.urandom(100), b""):
+    for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"TXS1" + b"\xff" * 40, os.urandom(100), b"", *words):
         # It may hang up before it has read all.
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as sock:
             sock.sendall(data)

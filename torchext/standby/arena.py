@@ -13,7 +13,8 @@ import torch
 
 _HUGE_PAGE = 1 << 21
 _ALIGNMENT = 64
-_NONCE_BYTES = 64  # the first line of a segment; its first 16 bytes say which segment it is
+NONCE_BYTES = 16  # at the start of a segment: they say which segment it is
+_FIRST_LINE_BYTES = 64  # which nothing else lies in
 _MFD_HUGE_2MB = 21 << 26
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class Segment:
         if not huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without transparent huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE)
-        self.nonce = secrets.token_bytes(16)
+        self.nonce = secrets.token_bytes(NONCE_BYTES)
         self._memory[: len(self.nonce)] = self.nonce
         self.address = torch.frombuffer(self._memory, dtype=torch.uint8, count=1).data_ptr()
 
@@ -119,7 +120,7 @@ class Arena:
         return Slot(segment, offset, size_bytes, segment.tensor(offset, size_bytes), segment.address + offset)
 
     def _add_segment(self, size_bytes: int) -> None:
-        size_bytes += _NONCE_BYTES
+        size_bytes += _FIRST_LINE_BYTES
         segment = None
         if self._huge_pages is not False:
             try:
@@ -135,7 +136,7 @@ class Arena:
         if segment is None:
             segment = Segment(size_bytes, huge_pages=False)
         self.segments.append(segment)
-        self._free[segment] = [(_NONCE_BYTES, segment.size_bytes - _NONCE_BYTES)]
+        self._free[segment] = [(_FIRST_LINE_BYTES, segment.size_bytes - _FIRST_LINE_BYTES)]
 
     def _reclaim(self) -> None:
         kept = []

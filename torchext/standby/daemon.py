@@ -305,11 +305,15 @@ class Session(threading.Thread):
         """Serves the connection to its end."""
         try:
             try:
+                wire.tune(self._sock)
                 self.hello = wire.accept(self._sock, _GREETING_TIMEOUT_S)
             finally:
                 self._daemon.strangers.release()
             serve = {"primary": self._serve_primary, "data": self._serve_data, "reader": self._serve_reader}
-            serve[self.hello["role"]]()
+            role = self.hello["role"]
+            if role != "reader":
+                self._check_rank()
+            serve[role]()
         except (ConnectionError, TimeoutError) as error:
             logger.info("connection of %s ended: %s", self.peer or "a client", error)
         except (StandbyError, OSError, ValueError, KeyError) as error:
@@ -335,6 +339,11 @@ class Session(threading.Thread):
         if not self._handed_over:
             self._sock.close()
         self._daemon.forget(self)
+
+    def _check_rank(self) -> None:
+        number, world_size = self.hello["rank"], self.hello["world_size"]
+        if not (isinstance(number, int) and isinstance(world_size, int) and 0 <= number < world_size):
+            raise StandbyError(f"the rank has to be from 0 to the world size - 1, got {number!r} of {world_size!r}")
 
     # --- the training process ---
 
@@ -400,6 +409,8 @@ class Session(threading.Thread):
             before.close()
         with rank.hold():  # no write by the one before is under way any more
             with self._daemon.changed:
+                if self._daemon.jobs.get(job.name) is not job:
+                    raise StandbyError(f"job {job.name!r} was removed while its rank {number} was claimed; try again")
                 term = job.book.claim(number, run)
                 job.finished.discard(number)
                 self._job, self._rank_number = job, number
@@ -418,6 +429,8 @@ class Session(threading.Thread):
     def _finish(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()
         with self._daemon.changed:
+            if job.ranks[self._rank_number].session is not self:
+                raise FencedError(f"another process has taken over rank {self._rank_number} of job {job.name!r}")
             job.finished.add(self._rank_number)
 
     def _claimed(self) -> Job:
@@ -436,7 +449,7 @@ class Session(threading.Thread):
         for number, size, descriptor, offset, nonce in words["added"]:
             self._sizes[number] = size
             if isinstance(source, LocalSource):
-                source.declare(number, descriptor, offset, bytes.fromhex(nonce))
+                source.declare(number, size, descriptor, offset, bytes.fromhex(nonce))
         tree_bytes = words["tree_bytes"]
         changes = Changes.from_wire(words["changes"], data[tree_bytes:])
         with self._daemon.changed:
@@ -496,8 +509,8 @@ class Session(threading.Thread):
 
     def _serve_data(self) -> None:
         with self._daemon.changed:
-            rank = self._daemon.job(self.hello["job"]).ranks[self.hello["rank"]]
-            owner = rank.session
+            job = self._daemon.job(self.hello["job"])
+            owner = job.ranks[self.hello["rank"]].session if self.hello["rank"] < job.world_size else None
             if owner is None or owner.hello["run"] != self.hello["run"] or not isinstance(owner._source, TcpSource):
                 raise StandbyError("a data stream came for a rank that its process has not claimed")
             self._send({})
@@ -527,7 +540,7 @@ class Session(threading.Thread):
         """Sends the state of a step, by default of the one that counts; no image of the rank changes meanwhile."""
         with self._daemon.changed:
             job = self._daemon.job(name)
-            if number >= job.world_size:
+            if not 0 <= number < job.world_size:
                 raise StateMismatchError(
                     f"job {name!r} has ranks 0 to {job.world_size - 1}, rank {number} was asked for"
                 )

@@ -17,6 +17,7 @@ import torch
 
 from torchext._native import standby as native
 from torchext.standby import wire
+from torchext.standby.arena import NONCE_BYTES, Slot
 from torchext.standby.changes import Changes, Rows
 from torchext.standby.errors import CorruptStateError, StandbyError
 from torchext.standby.images import Held, copy_rows
@@ -36,13 +37,15 @@ class SharedMemory:
         self._pid = pid
         self._mapped: dict[int, tuple[mmap.mmap, int]] = {}  # by descriptor: memory, address
 
-    def open(self, descriptor: int, nonce: bytes) -> int:
-        """Maps a segment, once; returns its address.
+    def open(self, descriptor: int, nonce: bytes) -> tuple[int, int]:
+        """Maps a segment, once; returns its address and its size in bytes.
 
         Raises:
             OSError: This process may not, or the other one is gone.
             StandbyError: It is not the segment that it is said to be.
         """
+        if len(nonce) != NONCE_BYTES:
+            raise StandbyError(f"the nonce of a segment has {NONCE_BYTES} bytes, got {len(nonce)}")
         if descriptor not in self._mapped:
             file = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
             try:
@@ -52,7 +55,8 @@ class SharedMemory:
             finally:
                 os.close(file)
             self._mapped[descriptor] = memory, torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        return self._mapped[descriptor][1]
+        memory, address = self._mapped[descriptor]
+        return address, len(memory)
 
     def close(self) -> None:
         """Unmaps all."""
@@ -67,27 +71,43 @@ class LocalSource:
 
     def __init__(self, pid: int) -> None:
         self._memory = SharedMemory(pid)
-        self._addresses: dict[int, int] = {}
+        self._places: dict[int, tuple[int, int]] = {}  # address and size of each entry
 
-    def declare(self, number: int, descriptor: int, offset: int, nonce: bytes) -> None:
-        """Says where an entry lies."""
-        self._addresses[number] = self._memory.open(descriptor, nonce) + offset
+    def declare(self, number: int, size_bytes: int, descriptor: int, offset: int, nonce: bytes) -> None:
+        """Says where an entry lies.
+
+        Raises:
+            OSError: The segment cannot be mapped.
+            StandbyError: The entry does not lie in it.
+        """
+        address, segment_bytes = self._memory.open(descriptor, nonce)
+        if offset < 0 or size_bytes < 0 or offset + size_bytes > segment_bytes:
+            raise StandbyError(
+                f"entry {number}, {size_bytes} bytes at {offset}, is not within its segment of {segment_bytes} bytes"
+            )
+        self._places[number] = address + offset, size_bytes
 
     def forget(self, numbers: Sequence[int]) -> None:
         """Entries that are no more."""
         for number in numbers:
-            self._addresses.pop(number, None)
+            self._places.pop(number, None)
 
     def pull(self, changes: Changes, entries: dict[int, Held]) -> int:
         """See `Source`."""
         num_bytes = 0
         for number in changes.whole:
             slot = entries[number].slot
-            entries[number].checksum = native.copy(slot.address, self._addresses[number], slot.size_bytes)
+            entries[number].checksum = native.copy(slot.address, self._address(number, slot), slot.size_bytes)
             num_bytes += slot.size_bytes
         for number, rows in changes.each_rows():
-            num_bytes += copy_rows(entries[number], self._addresses[number], rows, packed=False)
+            num_bytes += copy_rows(entries[number], self._address(number, entries[number].slot), rows, packed=False)
         return num_bytes
+
+    def _address(self, number: int, slot: Slot) -> int:
+        address, size_bytes = self._places[number]
+        if size_bytes != slot.size_bytes:
+            raise StandbyError(f"entry {number} has {slot.size_bytes} bytes, and was said to have {size_bytes}")
+        return address
 
     def close(self) -> None:
         """Unmaps the memory."""
