@@ -1,8 +1,6 @@
-"""Checksums against a plain reference, copies, and page tracking against what was written."""
+"""Checksums and copies against a plain reference; changes against sets of rows."""
 
 from __future__ import annotations
-
-import mmap
 
 import numpy as np
 import pytest
@@ -82,22 +80,6 @@ def test_update_says_whether_anything_changed() -> None:
     assert native.update(target.data_ptr(), source.data_ptr(), 100)
     assert not native.update(target.data_ptr(), source.data_ptr(), 100)
     assert torch.equal(source, target)
-
-
-def test_page_tracking_finds_what_was_written() -> None:
-    memory = torch.frombuffer(mmap.mmap(-1, 64 * mmap.PAGESIZE), dtype=torch.uint8)
-    try:
-        tracker = native.PageTracker(memory.data_ptr(), memory.numel())
-    except OSError as error:
-        pytest.skip(f"this kernel does not track written pages: {error}")
-    memory[3 * mmap.PAGESIZE + 5] = 1
-    memory[7 * mmap.PAGESIZE - 1 : 9 * mmap.PAGESIZE] = 1
-    page = mmap.PAGESIZE
-    assert tracker.scan(True) == [(3 * page, page), (6 * page, 3 * page)]
-    assert tracker.scan(True) == []
-    memory.numpy()[0] = 7
-    memory.data.zero_()
-    assert sum(size for _, size in tracker.scan(True)) == memory.numel()
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.sets(st.integers(0, 99), max_size=40)), max_size=6))

@@ -19,7 +19,7 @@ _WHOLE_SHARE = 0.5
 class Rows:
     """Some rows of an entry: ``indices`` (num_rows,), sorted, each once; row ``i`` starts at ``i * row_bytes``.
 
-    Pages are rows of the size of a page; the last one may end with the entry.
+    The last row of an entry may be cut off by its end.
     """
 
     row_bytes: int

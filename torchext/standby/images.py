@@ -12,7 +12,7 @@ from typing import Protocol
 from torchext._native import standby as native
 from torchext.standby.arena import Arena, Slot
 from torchext.standby.changes import Changes, Rows
-from torchext.standby.errors import CorruptStateError, StandbyError
+from torchext.standby.errors import StandbyError
 
 
 class Budget:
@@ -72,20 +72,6 @@ class Image:
         """What `record` has to be."""
         entries = [(number, held.slot.size_bytes, held.checksum) for number, held in sorted(self.entries.items())]
         return record_of(self.step, self.tree, entries)
-
-    def verify(self) -> None:
-        """Reads the whole image.
-
-        Raises:
-            CorruptStateError: Something is not as it was sealed.
-        """
-        if self.record is None or self.record != self.compute_record():
-            raise CorruptStateError(f"the commit record of step {self.step} does not fit its image")
-        for number, held in self.entries.items():
-            if native.checksum(held.slot.address, held.slot.size_bytes) != held.checksum:
-                raise CorruptStateError(
-                    f"entry {number} of step {self.step} has another checksum than when it was sealed"
-                )
 
 
 def record_of(step: int, tree: bytes, entries: Iterable[tuple[int, int, int]]) -> str:

@@ -1,12 +1,9 @@
 #include "bindings.hpp"
 
-#include <pybind11/stl.h>
-
 #include <stdexcept>
-#include <system_error>
+#include <string>
 
 #include "checksum.hpp"
-#include "pages.hpp"
 
 namespace py = pybind11;
 
@@ -48,18 +45,6 @@ void bind(py::module_& m) {
             return standby::update(pointer(to), pointer(from), size);
         },
         py::arg("to"), py::arg("source"), py::arg("size"), no_gil);
-#if defined(__linux__)
-    py::register_local_exception_translator([](std::exception_ptr thrown) {
-        try {
-            if (thrown) std::rethrow_exception(thrown);
-        } catch (const std::system_error& error) {
-            PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
-        }
-    });
-    py::class_<PageTracker>(m, "PageTracker", "Which pages of a mapping were written.")
-        .def(py::init<std::uintptr_t, std::size_t>(), py::arg("address"), py::arg("size"))
-        .def("scan", &PageTracker::scan, py::arg("rearm"), no_gil);
-#endif
 }
 
 }  // namespace torchext::standby
