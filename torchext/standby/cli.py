@@ -83,17 +83,19 @@ def _serve(argv: list[str]) -> int:
     logging.basicConfig(
         level=logging.INFO if options.verbose else logging.WARNING, format="%(asctime)s %(levelname)s %(message)s"
     )
-    with Daemon(options.listen, max_jobs=options.jobs, memory_bytes=memory, linger_s=options.linger) as daemon:
+
+    def stop(_: int, __: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)  # before it says that it is there
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Daemon(options.listen, max_jobs=options.jobs, memory_bytes=memory, linger_s=options.linger) as daemon,
+    ):
         print(f"standby listens on {daemon.address}", flush=True)
         if options.background and not _goes_on_in_background():
             os._exit(0)  # the sockets are the child's
-
-        def stop(_: int, __: FrameType | None) -> None:
-            raise KeyboardInterrupt
-
-        signal.signal(signal.SIGTERM, stop)
-        with contextlib.suppress(KeyboardInterrupt):
-            daemon.serve()
+        daemon.serve()
     if options.background:
         os._exit(0)  # nobody waits for it; tearing down the interpreter would only take time
     return 0
