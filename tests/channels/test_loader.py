@@ -45,6 +45,17 @@ def test_batches_equal_those_of_torchs_collation() -> None:
     assert all(map(equal, batches, [default_collate([message(i) for i in r]) for r in (range(4), range(4, 8), (8, 9))]))
 
 
+def test_messages_of_an_unfinished_batch_are_in_the_next_iteration() -> None:
+    with Channel() as channel, channel.sender() as sender:
+        loader = ChannelLoader(channel, batch_size=3, timeout=0)
+        for i in range(2):
+            sender.send(message(i))
+        with pytest.raises(ChannelTimeout):
+            next(iter(loader))
+        sender.send(message(2))
+        assert equal(next(iter(loader)), default_collate([message(i) for i in range(3)]))
+
+
 def test_rows_of_a_batch_lie_side_by_side_and_are_writable() -> None:
     with Channel() as channel:
         batches = iter(ChannelLoader(channel, batch_size=3, timeout=0))

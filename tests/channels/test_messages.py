@@ -67,6 +67,29 @@ DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     *(torch.float8_e4m3fn, torch.float8_e5m2),
 ]
+RARE = ["complex32", "float8_e8m0fnu", "float4_e2m1fn_x2"]  # that few operations take
+
+
+@pytest.mark.parametrize("name", RARE)
+def test_rare_dtypes(ends: tuple[Channel, Sender], name: str) -> None:
+    channel, sender = ends
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        pytest.skip(f"this torch has no {name}")
+    sent = torch.arange(24, dtype=torch.uint8).view(dtype)
+    sender.send({"x": sent})
+    got = channel.receive(10)["x"]
+    assert got.dtype == dtype
+    assert got.shape == sent.shape
+    assert torch.equal(got.view(torch.uint8), sent.view(torch.uint8))
+
+
+def test_a_dtype_that_nobody_can_read_is_refused(ends: tuple[Channel, Sender]) -> None:
+    channel, sender = ends
+    with pytest.raises(TypeError, match=r"torch\.bits8"):
+        sender.send({"x": torch.arange(3, dtype=torch.uint8).view(torch.bits8)})
+    sender.send(1)  # it goes on
+    assert channel.receive(10) == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

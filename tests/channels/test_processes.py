@@ -8,6 +8,7 @@ import os
 import pickle
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -141,6 +142,55 @@ def test_a_sender_that_ends_by_an_exception_is_named() -> None:
         assert channel.receive(DEADLINE_S) == 1
         with pytest.raises(PeerDied, match=r"explorer-4 .* died with exit code 1"):
             channel.receive(DEADLINE_S)
+
+
+def test_a_death_is_told_to_each_thread_that_learns_of_it() -> None:
+    with Channel() as channel, process(die_while_writing, channel):
+        with pytest.raises(PeerDied, match="explorer-3"):
+            channel.receive(DEADLINE_S)
+        # Another thread has waited in the same end and asks after the first.
+        assert channel._join().deaths()[0][0] == "explorer-3"
+
+
+class Interrupted(Exception):
+    pass
+
+
+def signal_and_send(channel: Channel, receiver: int, turns: int) -> None:
+    with channel.sender() as sender:
+        for _ in range(200):
+            os.read(turns, 1)
+            os.kill(receiver, signal.SIGUSR1)
+            sender.send(None, timeout=DEADLINE_S)
+
+
+def test_a_signal_handler_that_raises_just_as_a_message_comes() -> None:
+    own = sys._getframe().f_code
+    num_raised = 0
+
+    def interrupt(_number: int, frame: Any) -> None:
+        nonlocal num_raised
+        if frame.f_code is not own:  # in the channel
+            num_raised += 1
+            raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    reading, writing = os.pipe()
+    try:
+        with Channel(slots=256) as channel, process(signal_and_send, channel, os.getpid(), reading):
+            while True:
+                os.write(writing, b"x")
+                try:
+                    channel.receive(DEADLINE_S)
+                except Interrupted:
+                    pass
+                except ChannelClosed:
+                    break
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        os.close(reading)
+        os.close(writing)
+    assert num_raised > 0
 
 
 def test_going_on_when_a_peer_dies() -> None:
@@ -463,6 +513,36 @@ def test_connecting_waits_for_the_channel(runtime: Path) -> None:
     with subprocess.Popen(command, cwd=ROOT) as child, Channel(name="later") as channel:
         assert channel.receive(DEADLINE_S) == {"policy": "creator"}
         assert child.wait(DEADLINE_S) == 0
+
+
+def test_connecting_to_what_does_not_answer_ends_at_the_timeout(runtime: Path) -> None:
+    runtime.mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
+        silent.bind(str(runtime / "silent.channel"))
+        silent.listen()
+        with pytest.raises(ChannelTimeout, match="'silent'"):
+            connect("silent", timeout=0)
+        silent.close()
+        (runtime / "silent.channel").unlink()
+
+
+def test_a_name_is_served_again_once_there_are_descriptors(runtime: Path) -> None:
+    with Channel(name="rollouts"), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(caller.fileno())
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+        try:
+            caller.connect(str(runtime / "rollouts.channel"))
+            caller.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                caller.recv(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        caller.settimeout(DEADLINE_S)
+        message, descriptors, _, _ = socket.recv_fds(caller, 64, 1)
+        os.close(*descriptors)
+        assert message == b"torchext"
 
 
 def test_a_folder_that_others_could_write_to_is_refused(runtime: Path) -> None:

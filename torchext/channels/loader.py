@@ -36,7 +36,8 @@ class ChannelLoader(IterableDataset[Any]):
         drop_last: Whether to drop the last batch if it is smaller.
         timeout: How long to wait for a message: seconds, a timedelta or None for ever.
 
-    Iterating raises what `Channel.receive` raises, but for `ChannelClosed`, which ends it.
+    Iterating raises what `Channel.receive` raises, but for `ChannelClosed`, which ends it. Messages that were received
+    before and make no full batch yet are kept: iterating again goes on with them.
     """
 
     def __init__(
@@ -65,40 +66,43 @@ class ChannelLoader(IterableDataset[Any]):
         self.weights = weights
         self.drop_last = drop_last
         self.timeout = timeout
+        self._pending: list[Any] = []  # received, and in no batch yet
 
     def __iter__(self) -> Iterator[Any]:
         in_rows = self.collate == "stack" and self.batch_size > 1
         self.channel._own_queue().set_batch_rows(self.batch_size if in_rows else 0)
-        pending: list[Any] = []
         while True:
+            while len(self._pending) >= self.batch_size:
+                yield self._put_together(self._take(self.batch_size))
             try:
-                batch = self._receive(pending)
+                batch = self._receive()
             except ChannelClosed:
                 break
             if batch is not None:
                 yield batch
                 del batch  # or it would be held while waiting for the next
-            while len(pending) >= self.batch_size:
-                messages, pending = pending[: self.batch_size], pending[self.batch_size :]
-                yield self._put_together(messages)
-                del messages
-        if pending and not self.drop_last:
-            yield self._put_together(pending)
+        rest = self._take(len(self._pending))
+        if rest and not self.drop_last:
+            yield self._put_together(rest)
 
-    def _receive(self, pending: list[Any]) -> Any:
-        """A batch that can be used as it came; else None, with the messages added to ``pending``."""
+    def _take(self, count: int) -> list[Any]:
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        return taken
+
+    def _receive(self) -> Any:
+        """A batch that can be used as it came; else None, with the messages added to those that are pending."""
         from torchext._native import channels as native
 
         tree, num_rows, versions, there, lease = self.channel._next(self.timeout)
         if num_rows == 0:
             if self._fresh(versions):
-                pending.append(self._kept(tree))
+                self._pending.append(self._kept(tree))
             return None
         fresh = [self._fresh(version) for version in versions]
-        if all(fresh) and there is None and num_rows == self.batch_size and not pending:
+        if all(fresh) and there is None and num_rows == self.batch_size and not self._pending:
             return tree
         indices = there if there is not None else range(num_rows)
-        pending += [self._kept(native.row(lease, i)) for i, good in zip(indices, fresh, strict=True) if good]
+        self._pending += [self._kept(native.row(lease, i)) for i, good in zip(indices, fresh, strict=True) if good]
         return None
 
     def _kept(self, message: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -21,6 +22,11 @@ from torchext._optional import require_native
 from torchext.channels.errors import ChannelError, ChannelTimeout
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
+# What accept() may say while there are too few descriptors, too little memory, or of a caller that has gone.
+_PASSING = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EAGAIN, errno.EPROTO}
+)
+_LEAST_S = 0.2  # for an answer, however short the timeout
 _TAKES_CREDENTIALS = struct.Struct("3i")  # struct ucred
 
 
@@ -112,6 +118,7 @@ class Doorman:
         self._path = _path(name, kind)
         self._descriptor = descriptor
         self._pid = os.getpid()
+        self._closing = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._bind(name)
@@ -141,6 +148,7 @@ class Doorman:
         """Ends the thread and removes the socket. Idempotent; nothing in a forked child."""
         if os.getpid() != self._pid:
             return
+        self._closing.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends accept() in the thread
         self._thread.join()
@@ -152,8 +160,10 @@ class Doorman:
         while True:
             try:
                 connection, _ = self._socket.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if error.errno not in _PASSING or self._closing.wait(0.05):
+                    return  # closed
+                continue
             with connection, contextlib.suppress(OSError):  # whoever asked may be gone
                 raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _TAKES_CREDENTIALS.size)
                 if _TAKES_CREDENTIALS.unpack(raw)[1] == os.getuid():
@@ -162,10 +172,13 @@ class Doorman:
 
 def _answers(path: Path) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
         try:
             probe.connect(str(path))
         except (ConnectionRefusedError, FileNotFoundError):
             return False
+        except BlockingIOError:
+            pass  # there, with many to serve before
         return True
 
 
@@ -181,9 +194,10 @@ def fetch(name: str, kind: str, timeout: float | timedelta | None) -> int:
     while True:
         with (
             socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
-            contextlib.suppress(ConnectionRefusedError, FileNotFoundError, ConnectionResetError),
+            # Not there yet, gone, with many to serve before, or stopped.
+            contextlib.suppress(ConnectionError, FileNotFoundError, BlockingIOError, TimeoutError),
         ):
-            connection.settimeout(5.0)
+            connection.settimeout(min(5.0, max(deadline - time.monotonic(), _LEAST_S)))
             connection.connect(str(path))
             message, descriptors, _, _ = socket.recv_fds(connection, 64, 1)
             if message == b"torchext" and descriptors:

@@ -22,6 +22,9 @@ _VIEWED = {
     "float8_e5m2": "u1",
     "float8_e4m3fnuz": "u1",
     "float8_e5m2fnuz": "u1",
+    "float8_e8m0fnu": "u1",
+    "float4_e2m1fn_x2": "u1",
+    "complex32": "i4",
 }
 
 
@@ -32,8 +35,8 @@ def set_up() -> None:
     rows = [(torch.bool, 1, np.dtype("bool"), None)]
     rows += [(getattr(torch, name), np.dtype(name).itemsize, np.dtype(name), None) for name in (*_SAME, *_UNSIGNED)]
     for name, stored in _VIEWED.items():
-        dtype = getattr(torch, name)
-        rows.append((dtype, dtype.itemsize, np.dtype(stored), dtype))
+        if (dtype := getattr(torch, name, None)) is not None:  # the latest came with torch 2.8
+            rows.append((dtype, dtype.itemsize, np.dtype(stored), dtype))
     native.set_up(
         {
             "tensor": torch.Tensor,

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -121,12 +122,64 @@ py::capsule capsule_of(std::unique_ptr<T> value, const char* name) {
     return capsule;
 }
 
+// The buffers of this thread's last message; where they are in use, as when a signal handler sends in the middle of a
+// send, others.
+class Scratch {
+public:
+    Scratch() : nested_(std::exchange(in_use(), true)) {
+        if (nested_) own_.emplace();
+    }
+    Scratch(const Scratch&) = delete;
+    Scratch& operator=(const Scratch&) = delete;
+    ~Scratch() {
+        encoded().clear();
+        if (!nested_) in_use() = false;
+    }
+    Encoded& encoded() { return nested_ ? *own_ : kept(); }
+
+private:
+    static bool& in_use() {
+        static thread_local bool is = false;
+        return is;
+    }
+    static Encoded& kept() {
+        static thread_local Encoded encoded;
+        return encoded;
+    }
+    const bool nested_;
+    std::optional<Encoded> own_;
+};
+
+using Death = std::tuple<std::string, int, int, int>;  // name, pid, role, wait status or -1
+
+// Which deaths one end has been told of.
+class Told {
+public:
+    std::size_t count = 0;
+
+    // Those since the last call. Where there are none, as another thread has asked since this one learnt of them, the
+    // latest once more.
+    template <class T>
+    std::vector<Death> next(T& segment, Role role) {
+        std::vector<Death> found;
+        for (auto& d : segment.deaths_since(count, role)) {
+            found.emplace_back(d.name, d.pid, static_cast<int>(d.role), d.status);
+        }
+        count += found.size();
+        if (!found.empty()) latest_ = std::move(found);
+        return latest_;
+    }
+
+private:
+    std::vector<Death> latest_;
+};
+
 class Endpoint {
 public:
     Endpoint(std::shared_ptr<Queue> queue, const std::string& name, Role role, bool heed_deaths)
         : role_(role), heed_(heed_deaths) {
         // A receiver joins when it first receives, and is told of all that this process has seen; a sender of what follows.
-        if (role == Role::sender) known_ = queue->known_deaths(role);
+        if (role == Role::sender) told_.count = queue->known_deaths(role);
         const auto peer = queue->join(name, role);
         member_ = std::make_shared<Member>(std::move(queue), peer);
     }
@@ -139,8 +192,8 @@ public:
     int send(py::handle tree, double timeout_s, std::int64_t version) {
         const auto member = this->member();
         auto& queue = *member->queue;
-        static thread_local Encoded encoded;
-        const Cleared cleared{encoded};
+        Scratch scratch;
+        auto& encoded = scratch.encoded();
         Slot slot;
         PythonSleeper sleeper;
         const auto deadline = deadline_in(timeout_s);
@@ -156,8 +209,8 @@ public:
     // (status, views, reservation)
     py::tuple reserve(py::handle spec, double timeout_s, std::int64_t version) {
         const auto member = this->member();
-        static thread_local Encoded encoded;
-        const Cleared cleared{encoded};
+        Scratch scratch;
+        auto& encoded = scratch.encoded();
         Slot slot;
         PythonSleeper sleeper;
         const auto status = begin(*member, encoded, spec, true, deadline_in(timeout_s), sleeper, slot);
@@ -226,21 +279,9 @@ public:
         return py::make_tuple(tree, rows.count, versions, there, capsule);
     }
 
-    // (name, pid, role, wait status or -1) of those who died since the last call.
-    std::vector<std::tuple<std::string, int, int, int>> deaths() {
-        std::vector<std::tuple<std::string, int, int, int>> found;
-        for (auto& d : member()->queue->deaths_since(known_, role_)) {
-            found.emplace_back(d.name, d.pid, static_cast<int>(d.role), d.status);
-        }
-        known_ += found.size();
-        return found;
-    }
+    std::vector<Death> deaths() { return told_.next(*member()->queue, role_); }
 
 private:
-    struct Cleared {
-        Encoded& encoded;
-        ~Cleared() { encoded.clear(); }
-    };
     struct Slot {
         Ticket ticket;
         std::uint32_t rows = 0;
@@ -252,7 +293,7 @@ private:
         if (!member_) throw std::runtime_error("closed");
         return member_;
     }
-    std::size_t known() const { return heed_ ? known_ : Queue::kHeedless; }
+    std::size_t known() const { return heed_ ? told_.count : Queue::kHeedless; }
 
     static int outcome(Status status, PythonSleeper& sleeper) {
         sleeper.wake();
@@ -332,7 +373,7 @@ private:
     MemberPtr member_;
     Role role_;
     bool heed_;
-    std::size_t known_ = 0;  // deaths that were told
+    Told told_;
 };
 
 py::dict stats(Queue& queue) {
@@ -382,7 +423,7 @@ py::list peers(T& segment) {
 class Reader {
 public:
     Reader(std::shared_ptr<Latest> latest, const std::string& name, int role) : latest_(std::move(latest)) {
-        known_ = latest_->known_deaths(Role::sender);
+        told_.count = latest_->known_deaths(Role::sender);
         peer_ = latest_->join(name, static_cast<Role>(role));
     }
 
@@ -394,24 +435,17 @@ public:
     void unpin() { latest_->unpin(peer_); }
     int wait(std::uint64_t newer_than, double timeout_s) {
         PythonSleeper sleeper;
-        const auto status = latest_->wait(newer_than, deadline_in(timeout_s), sleeper, known_);
+        const auto status = latest_->wait(newer_than, deadline_in(timeout_s), sleeper, told_.count);
         sleeper.wake();
         if (status == Status::interrupted) throw py::error_already_set();
         return static_cast<int>(status);
     }
-    std::vector<std::tuple<std::string, int, int, int>> deaths() {
-        std::vector<std::tuple<std::string, int, int, int>> found;
-        for (auto& d : latest_->deaths_since(known_, Role::sender)) {
-            found.emplace_back(d.name, d.pid, static_cast<int>(d.role), d.status);
-        }
-        known_ += found.size();
-        return found;
-    }
+    std::vector<Death> deaths() { return told_.next(*latest_, Role::sender); }
 
 private:
     std::shared_ptr<Latest> latest_;
     std::uint32_t peer_;
-    std::size_t known_;
+    Told told_;
     bool here_ = true;
 };
 

@@ -188,6 +188,10 @@ void Encoded::tensor(PyObject* object) {
             other(object, kDeepest);
             return;
         }
+        if (code == py_.dtypes.size()) {  // which torch pickles, but cannot unpickle
+            throw py::type_error("a message cannot hold tensors of " + std::string(py::str(dtype)) +
+                                 "; send a view of another dtype, as tensor.view(torch.uint8)");
+        }
     }
     const auto shape = attribute(held.ptr(), py_.shape);
     const Py_ssize_t num_dims = PyTuple_GET_SIZE(shape.ptr());

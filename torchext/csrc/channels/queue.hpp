@@ -628,7 +628,8 @@ private:
                     --cell.waiting[side];
                     listed = false;
                 }
-                status = attempt();
+                // Not once a signal handler has raised: what came would be lost with the exception.
+                if (early != Status::interrupted) status = attempt();
                 if (!status.has_value()) status = early;
                 if (!status.has_value() && now() >= deadline) status = Status::timeout;
                 if (!status.has_value()) {
