@@ -236,6 +236,12 @@ def test_splits_that_do_not_fit_are_told_at_once() -> None:
         assert seconds < 5
 
 
+def receive_another_type(rank: Rank) -> tuple[type, str, tuple[int, ...], float]:
+    if rank.rank == 0:
+        return error_of(lambda: dist.send(torch.ones(4), 1))
+    return error_of(lambda: dist.recv(torch.empty(4, dtype=torch.int32), 0))
+
+
 def receive_another_size(rank: Rank) -> Any:
     init(rank)
     if rank.rank == 0:
@@ -315,6 +321,72 @@ if {rank.rank}:
 def test_a_program_that_ends_without_destroying_its_group_ends_well() -> None:
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     assert run_ranks(end_without_destroy, 2, env={"STORE_PORT": str(server.port)}) == [0, 0]
+
+
+def end_with_threads_waiting(rank: Rank) -> int:
+    code = f"""
+import threading, torch, torch.distributed as dist, torchext
+store = dist.TCPStore("127.0.0.1", {os.environ["STORE_PORT"]}, is_master=False)
+dist.init_process_group("dfccl", store=store, rank={rank.rank}, world_size=2)
+if {rank.rank}:
+    try:
+        dist.recv(torch.ones(1), 0)
+    except torchext.collectives.CollectiveError:
+        pass
+else:
+    for i in range(50):
+        threading.Thread(target=dist.all_reduce, args=(torch.ones(4 + i),), daemon=True).start()
+    while dist.group.WORLD.stats()["queue_depth"] < 50:
+        threading.Event().wait(0.01)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert "terminate" not in done.stderr
+    return done.returncode
+
+
+def test_a_program_that_ends_with_many_threads_waiting_ends_well() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    values = run_ranks(end_with_threads_waiting, 2, env={"STORE_PORT": str(server.port)})
+    assert values == [0, 0]
+
+
+def use_in_a_fork(rank: Rank) -> str:
+    init(rank)
+    if rank.rank:
+        dist.barrier()
+        dist.send(torch.ones(3), 0)
+        dist.destroy_process_group()
+        return ""
+    received = torch.zeros(3)
+    work = dist.irecv(received, 1)
+    assert work is not None
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        texts = []
+        for use in (work.wait, work.is_completed, work.get_future):
+            try:
+                texts.append(f"{use()}")
+            except RuntimeError as error:
+                texts.append(f"refused: {error}")
+        dist.destroy_process_group()
+        os.write(writing, "\n".join(texts).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.barrier()
+    work.wait()
+    assert received.tolist() == [1.0] * 3
+    text = os.read(reading, 1000).decode()
+    os.close(reading)
+    os.close(writing)
+    dist.destroy_process_group()
+    return text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_works_of_the_parent_are_refused_in_a_forked_child() -> None:
+    text, _ = run_ranks(use_in_a_fork, 2, store="tcp")
+    assert [line.startswith("refused: this process was forked") for line in text.splitlines()] == [True] * 3
 
 
 def fork(rank: Rank) -> str:

@@ -171,14 +171,18 @@ def mismatches(rank: Rank) -> list[Any]:
         right = None
     else:
         right = faults.error_of(lambda: dist.recv(torch.empty(8), 0))
+    other_type = faults.receive_another_type(rank)
     x = torch.ones(2)
-    dist.all_reduce(x)  # and neither has harmed the group
-    return [left, right, float(x[0])]
+    dist.all_reduce(x)  # and none has harmed the group
+    return [left, right, other_type, float(x[0])]
 
 
 def test_sizes_that_do_not_fit_are_told_at_once() -> None:
     values = run_ranks(mismatches, 2, store="tcp", env=ORDERED)
-    for (kind, text, _culprits, seconds), _, total in values:
+    for (kind, text, _culprits, seconds), _, (other_kind, other_text, *_), total in values:
+        assert other_kind is CollectiveMismatchError
+        assert "int32" in other_text
+        assert "float32" in other_text
         assert kind is CollectiveMismatchError
         assert re.search(r"sends this rank \d+ bytes where it expects \d+", text)
         assert seconds < 5
@@ -205,6 +209,13 @@ def test_groups_end_and_start_again() -> None:
             assert left[0] is PeerLostError
             assert "rank 1 has left" in left[1]
             assert left[3] < 1.0
+
+
+@pytest.mark.slow
+def test_a_program_that_ends_with_many_threads_waiting_ends_well() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    env = {"STORE_PORT": str(server.port), **ORDERED}
+    assert run_ranks(faults.end_with_threads_waiting, 2, env=env) == [0, 0]
 
 
 @pytest.mark.slow

@@ -156,8 +156,9 @@ def _over_memory(meeting: Meeting, members: Sequence[Any]) -> native.OrderGroup:
 def _over_sockets(meeting: Meeting, own_address: str) -> native.OrderGroup:
     from torchext._native import collectives as native
 
+    family = socket.AF_INET6 if ":" in own_address else socket.AF_INET
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(socket.create_server((own_address, 0), backlog=128))
+        listener = stack.enter_context(socket.create_server((own_address, 0), family=family, backlog=128))
         address, port = listener.getsockname()[:2]
         told = {"address": address, "port": port, "secret": secrets.token_hex(32)}
         members = meeting.exchange("address", told)

@@ -139,6 +139,7 @@ def _leave_all() -> None:
     """At the end of a program that has not destroyed its groups: peers learn that this rank has left, threads end."""
     sequencer = _process.sequencer
     if sequencer is not None and not sequencer.forked:
+        sequencer.native.park()  # the daemon threads that wait
         for group in sequencer.groups():
             group.leave("the process is about to end", aborted=False)
 

@@ -64,7 +64,7 @@ class World:
         with _worlds_lock:
             _worlds.add(self)
         # A program that ends without destroy_process_group: peers learn that this rank has left, threads end.
-        atexit.register(self.close, "the process is about to end")
+        atexit.register(self.close, "the process is about to end", at_exit=True)
 
     def group(self, ranks: Sequence[int], desc: str) -> tuple[native.Group, int]:
         """Makes a group of global ranks, which must all be of this world; nothing is sent.
@@ -82,6 +82,10 @@ class World:
 
     def watch(self, call: native.Call, watched: Watched) -> None:
         """Has ``watched.on_finished()`` called once the call has finished; at once if it has already."""
+        if self.forked:
+            raise CollectiveError(
+                "this process was forked from a member of the process group and is not a member itself"
+            )
         with self._lock:
             self._watched[call.id] = watched
             if self._thread is None:
@@ -90,19 +94,27 @@ class World:
         if self.engine.watch(call):
             self._finish(call.id)
 
-    def close(self, reason: str = "the process group was destroyed", *, abort: bool = False) -> None:
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a forked child of the one whose world it is."""
+        return os.getpid() != self._pid
+
+    def close(
+        self, reason: str = "the process group was destroyed", *, abort: bool = False, at_exit: bool = False
+    ) -> None:
         """Fails what is in flight, leaves the world and ends its threads. Idempotent; not in a forked child.
 
-        Calls that have returned before they were done, to resolve a deadlock, are waited for unless ``abort``.
+        Calls that have returned before they were done, to resolve a deadlock, are waited for unless ``abort``. With
+        ``at_exit``, threads that wait for a call go on waiting, for good: only daemon threads are left then.
         """
         atexit.unregister(self.close)
-        if os.getpid() != self._pid:
+        if self.forked:
             return
         if not self.engine.closed():
             deferrals.end_world(self, wait=not abort)
             for rank, call in self.engine.unanswered():
                 logger.warning("rank %d made a call that this rank has never made: %s", self.ranks[rank], call)
-        self.engine.close(reason)
+        self.engine.close(reason, at_exit)
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -123,7 +135,7 @@ class World:
                 return
 
 
-_worlds_lock = threading.Lock()
+_worlds_lock = threading.RLock()  # a signal handler may ask for them in the middle of anything
 _worlds: weakref.WeakSet[World] = weakref.WeakSet()  # guarded by _worlds_lock
 
 

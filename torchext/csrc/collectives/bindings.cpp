@@ -72,16 +72,26 @@ void raise_if_interrupted() {
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
 }
 
-class World;
+void require_member(const Engine& engine) {
+    if (engine.forked()) {
+        throw std::runtime_error("this process was forked from a member of the process group and is not a member itself");
+    }
+}
 
 struct Handle {
     OpPtr op;
     std::shared_ptr<Engine> engine;
     std::shared_ptr<Look> look;
 
+    bool done() const {
+        require_member(*engine);
+        return engine->done(op);
+    }
+
     // 0: not done, 1: done, 2: deferred.
     int wait(double timeout_s, bool deferrable) {
-        const Nanoseconds deadline = now() + static_cast<Nanoseconds>(timeout_s * 1e9);
+        require_member(*engine);
+        const Nanoseconds deadline = now() + nanoseconds(timeout_s);
         Waited waited{};
         {
             py::gil_scoped_release release;
@@ -100,14 +110,14 @@ public:
     World(const World&) = delete;
     World& operator=(const World&) = delete;
     ~World() {
-        if (!engine_->forked()) close("the process group was dropped");
+        if (!engine_->forked()) close("the process group was dropped", false);
     }
 
     std::vector<int> meet(double timeout_s, const py::function& failed) {
         std::vector<int> missing;
         {
             py::gil_scoped_release release;
-            missing = engine_->meet(static_cast<Nanoseconds>(timeout_s * 1e9), [&failed] {
+            missing = engine_->meet(nanoseconds(timeout_s), [&failed] {
                 py::gil_scoped_acquire gil;
                 return PyErr_CheckSignals() != 0 || failed().cast<bool>();
             });
@@ -122,23 +132,23 @@ public:
     }
 
     Handle issue(const Request& request) {
+        require_member(*engine_);
         release();
-        check();
         py::gil_scoped_release nogil;
         return {engine_->issue(request), engine_, look_};
     }
 
     Handle issue_any(std::vector<Request> choices) {
+        require_member(*engine_);
         release();
-        check();
         py::gil_scoped_release nogil;
         return {engine_->issue_any(std::move(choices)), engine_, look_};
     }
 
     // Nothing if it succeeded, else the call: failed, or not done if the wait for it has been deferred.
     std::optional<Handle> run(const Request& request) {
+        require_member(*engine_);
         release();
-        check();
         OpPtr op;
         bool ok = false;
         {
@@ -153,6 +163,7 @@ public:
     }
 
     void cancel(const Handle& handle, const std::string& text) {
+        require_member(*engine_);
         py::gil_scoped_release nogil;
         engine_->cancel(handle.op, Code::timeout, text);
     }
@@ -166,10 +177,10 @@ public:
         release();
     }
 
-    void close(const std::string& text) {
+    void close(const std::string& text, bool at_exit) {
         {
             py::gil_scoped_release nogil;
-            engine_->close(text);
+            engine_->close(text, at_exit);
         }
         release();
     }
@@ -178,7 +189,7 @@ public:
         std::vector<std::uint64_t> ids;
         {
             py::gil_scoped_release nogil;
-            ids = engine_->finished(static_cast<Nanoseconds>(timeout_s * 1e9));
+            ids = engine_->finished(nanoseconds(timeout_s));
         }
         release();
         return ids;
@@ -247,6 +258,7 @@ public:
 
     // From now on the id of the call is among the finished ones once it is done; true if it is done already.
     bool watch(const Handle& handle) {
+        require_member(*engine_);
         py::gil_scoped_release nogil;
         return engine_->watch(handle.op);
     }
@@ -261,13 +273,6 @@ public:
     }
 
 private:
-    void check() const {
-        if (engine_->forked()) {
-            throw std::runtime_error(
-                "this process was forked from a member of the process group and is not a member itself");
-        }
-    }
-
     std::shared_ptr<Engine> engine_;
     std::shared_ptr<Look> look_ = std::make_shared<Look>();
 };
@@ -329,7 +334,7 @@ Request make_request(Group& group, int kind, int reduce_op, int dtype, std::size
     request.out = spans(out);
     request.item_bytes = item_bytes;
     request.uneven = uneven;
-    request.timeout = static_cast<Nanoseconds>(timeout_s * 1e9);
+    request.timeout = nanoseconds(timeout_s);
     return request;
 }
 
@@ -347,7 +352,7 @@ void bind(py::module_& m) {
 
     py::class_<Handle>(m, "Call")
         .def_property_readonly("id", [](const Handle& h) { return h.op->id; })
-        .def("done", [](const Handle& h) { return h.engine->done(h.op); })
+        .def("done", &Handle::done)
         .def("wait", &Handle::wait, py::arg("timeout_s"), py::arg("deferrable"))
         .def_property_readonly("text", [](const Handle& h) { return h.op->signature.describe(); })
         .def_property_readonly("root", [](const Handle& h) { return h.op->signature.root; })
@@ -434,14 +439,14 @@ void bind(py::module_& m) {
                 request.members = group.members;
                 request.in = request.out = {{reinterpret_cast<std::byte*>(data), bytes}};
                 request.item_bytes = item_bytes;
-                request.timeout = static_cast<Nanoseconds>(timeout_s * 1e9);
+                request.timeout = nanoseconds(timeout_s);
                 return w.run(request);
             },
             py::arg("group"), py::arg("reduce_op"), py::arg("dtype"), py::arg("item_bytes"), py::arg("shape"),
             py::arg("tag"), py::arg("data"), py::arg("bytes"), py::arg("timeout_s"))
         .def("cancel", &World::cancel, py::arg("call"), py::arg("text"))
         .def("abort", &World::abort, py::arg("group_uid"), py::arg("text"))
-        .def("close", &World::close, py::arg("text"))
+        .def("close", &World::close, py::arg("text"), py::arg("at_exit") = false)
         .def("finished", &World::finished, py::arg("timeout_s"))
         .def("watch", &World::watch, py::arg("call"))
         .def("set_look", &World::set_look, py::arg("function"))

@@ -241,7 +241,7 @@ void Engine::apply_verdict(Code code, const std::string& text, const std::vector
 
 std::vector<std::pair<std::optional<Report>, bool>> Engine::reports() {
     std::vector<std::pair<std::optional<Report>, bool>> all;
-    std::lock_guard lock(mutex_);
+    Entry entry(*this);
     for (int p = 0; p < world_size_; ++p) {
         const auto read = arena_->board(p).read();
         all.emplace_back(std::nullopt, peers_[at(p)].lost != Code::none);

@@ -94,7 +94,7 @@ Waited Engine::wait(const OpPtr& op, Nanoseconds deadline, const Caller& caller,
 }
 
 bool Engine::done(const OpPtr& op) {
-    std::lock_guard lock(mutex_);
+    Entry entry(*this);
     return op->done;
 }
 
@@ -112,10 +112,11 @@ void Engine::abort(std::uint64_t group, const std::string& text) {
     wake_touched();
 }
 
-void Engine::close(const std::string& text) {
+void Engine::close(const std::string& text, bool at_exit) {
     if (forked()) return;
     {
         Entry entry(*this);
+        parked_ |= at_exit;
         if (!closed_) {
             closed_ = true;
             stir();
@@ -135,6 +136,14 @@ void Engine::close(const std::string& text) {
         changed_.notify_all();
         background_.notify_all();
         finished_.notify_all();
+        // Some of those who wait may just look at signals, which takes the interpreter's lock: while it can be had.
+        const Nanoseconds end = now() + kSecond;
+        while (parked_ && num_waiting_ != 0 && now() < end) {
+            entry.lock.unlock();
+            const timespec pause{0, 200'000};
+            nanosleep(&pause, nullptr);
+            entry.lock.lock();
+        }
     }
     std::lock_guard join(join_mutex_);
     if (thread_ != nullptr && thread_->joinable()) thread_->join();
@@ -159,24 +168,24 @@ std::vector<std::uint64_t> Engine::finished(Nanoseconds timeout) {
 
 std::vector<void*> Engine::released() {
     if (!has_released_.load(std::memory_order_relaxed)) return {};
-    std::lock_guard lock(mutex_);
+    Entry entry(*this);
     has_released_.store(false, std::memory_order_relaxed);
     return std::exchange(released_, {});
 }
 
 std::pair<Stats, std::size_t> Engine::stats() {
-    std::lock_guard lock(mutex_);
+    Entry entry(*this);
     return {stats_, num_active_};
 }
 
 std::vector<Event> Engine::trace(bool on) {
-    std::lock_guard lock(mutex_);
+    Entry entry(*this);
     tracing_ = on;
     return std::exchange(events_, {});
 }
 
 bool Engine::closed() {
-    std::lock_guard lock(mutex_);
+    Entry entry(*this);
     return closed_;
 }
 

@@ -121,7 +121,9 @@ public:
     void abort(std::uint64_t group, const std::string& text);
 
     // Leaves the world: fails what is in flight, tells the peers, ends the thread. Idempotent, from any thread.
-    void close(const std::string& text);
+    // `at_exit`: those who wait for a call never return. They would want the interpreter's lock, and it ends threads that
+    // ask for it while it ends, inside frames that must not be unwound.
+    void close(const std::string& text, bool at_exit = false);
 
     // Asks for the op's id among the finished ones; true, and no id, if it is done already.
     bool watch(const OpPtr& op);
@@ -271,6 +273,10 @@ private:
     // Moves what found a ring full; true if something is left for a peer that still reads.
     bool flush_backlogs();
     bool flush_backlog(int p);
+    bool backlogged() const;
+
+    // Whether somebody has to drive.
+    bool busy() const { return num_active_ != 0 || backlogged(); }
 
     // Small inputs that could not go with the join: to each peer that has joined, as its ring has room.
     bool send_late(const OpPtr& op);
@@ -380,6 +386,7 @@ private:
     bool driving_ = false;
     bool in_background_ = false;  // the engine's thread is the driver
     bool closed_ = false;
+    bool parked_ = false;  // closed at the end of the process
     int num_waiting_ = 0;
     int num_wanting_ = 0;  // of those, who do not drive
 

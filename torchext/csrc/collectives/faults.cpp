@@ -149,7 +149,7 @@ std::string Engine::instead(const Op& op, int p) const {
 
 std::vector<Blocked> Engine::pending() {
     std::vector<Blocked> calls;
-    std::lock_guard lock(mutex_);
+    Entry entry(*this);
     for (const auto& op : in_flight()) calls.push_back(blocked(*op));
     return calls;
 }

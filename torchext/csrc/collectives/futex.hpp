@@ -25,6 +25,12 @@ inline Nanoseconds now() {
     return t.tv_sec * kSecond + t.tv_nsec;
 }
 
+// Of a timeout in seconds; what would not fit, as that of timedelta.max, is some thirty years.
+inline Nanoseconds nanoseconds(double seconds) {
+    constexpr double kMost = 1e9;
+    return static_cast<Nanoseconds>((seconds < kMost ? seconds : kMost) * 1e9);
+}
+
 // Returns when woken, when the word is not `expected`, when a signal came or when the time is up; callers check again.
 // Without FUTEX_PRIVATE_FLAG, because the word lies in memory shared between processes.
 inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t expected, Nanoseconds timeout) {

@@ -458,6 +458,11 @@ bool Engine::flush_backlogs() {
     return left;
 }
 
+bool Engine::backlogged() const {
+    return std::any_of(peers_.begin(), peers_.end(),
+                       [](const Peer& peer) { return !peer.backlog.empty() && peer.lost == Code::none; });
+}
+
 bool Engine::flush_backlog(int p) {
     Peer& peer = peers_[at(p)];
     while (!peer.backlog.empty()) {

@@ -36,6 +36,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <thread>
 #include <tuple>
 #include <unordered_map>
 #include <utility>
@@ -251,7 +252,8 @@ public:
     bool wait(const OrderedPtr& op, Nanoseconds deadline, const std::function<bool()>& interrupted) {
         std::unique_lock lock(mutex_);
         ++num_waiting_;
-        const auto stop = [&] { return !ready_.empty() || op->state == Ordered::State::popped; };
+        const auto parked = [&] { return parked_ && std::this_thread::get_id() != exiting_; };
+        const auto stop = [&] { return parked() || !ready_.empty() || op->state == Ordered::State::popped; };
         bool stopped = stop();
         while (!stopped) {
             drive(lock, spin_limit_, stop);
@@ -264,6 +266,10 @@ public:
         }
         --num_waiting_;
         if (num_waiting_ == 0 && busy()) background_.notify_one();
+        if (parked()) {
+            lock.unlock();
+            while (true) ::pause();
+        }
         return stopped;
     }
 
@@ -346,6 +352,22 @@ public:
         groups_.erase(std::find(groups_.begin(), groups_.end(), group));
         place();
         ring_self();
+    }
+
+    // At the end of the process: threads other than the caller's never return from `wait` again. They would want the
+    // interpreter's lock, and it ends threads that ask for it while it ends, inside frames that must not be unwound.
+    void park() {
+        std::unique_lock lock(mutex_);
+        parked_ = true;
+        exiting_ = std::this_thread::get_id();
+        const Nanoseconds end = now() + kSecond;
+        while (num_waiting_ != 0 && now() < end) {  // some may just look at signals, which takes that lock
+            ring_self();
+            lock.unlock();
+            const timespec pause{0, 200'000};
+            nanosleep(&pause, nullptr);
+            lock.lock();
+        }
     }
 
     // In a forked child: lets go of the sockets, whose end must be seen when the parent ends. The orderer is not used.
@@ -462,6 +484,11 @@ private:
             std::vector<int> culprits;
             if (call.culprit >= 0) culprits.push_back(call.culprit);
             fail(op, call.code, call.error, culprits, true);
+        } else if (!op->signature.same_call(call.signature)) {
+            fail(op, Code::mismatch,
+                 "rank " + std::to_string(rank_of(*op, member)) + " called " + call.signature.describe() +
+                     ", which does not go together with it",
+                 {member.place}, true);
         } else if ((member.send_bytes >= 0 && call.recv_bytes >= 0 && member.send_bytes != call.recv_bytes) ||
                    (member.recv_bytes >= 0 && call.send_bytes >= 0 && member.recv_bytes != call.send_bytes)) {
             fail(op, Code::mismatch,
@@ -843,6 +870,8 @@ private:
     int num_sleeping_ = 0;
     int spin_limit_ = 500;
     bool stopping_ = false;
+    bool parked_ = false;
+    std::thread::id exiting_;  // who has parked the others
     bool kept_ = false;  // some link could not send all
     bool sent_ = false;  // peers may have to be woken
     Nanoseconds checked_ = 0;

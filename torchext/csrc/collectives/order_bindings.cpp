@@ -52,12 +52,12 @@ void bind_order(py::module_& m) {
                 group->me = me;
                 group->arena = arena;
                 group->lost.assign(ranks.size(), Code::none);
+                group->liveness.watch(pids);  // may throw, and then the descriptors are still the caller's
                 for (std::size_t p = 0; p < ranks.size(); ++p) {
                     const int place = static_cast<int>(p);
                     group->links.push_back(
                         place == me ? nullptr : std::make_unique<RingLink>(arena, me, place, doorbells[p]));
                 }
-                group->liveness.watch(pids);
                 return group;
             },
             py::arg("ranks"), py::arg("me"), py::arg("arena"), py::arg("pids"), py::arg("doorbells"))
@@ -112,7 +112,7 @@ void bind_order(py::module_& m) {
                 request.members = std::move(members);
                 request.send_bytes = std::move(send_bytes);
                 request.recv_bytes = std::move(recv_bytes);
-                request.timeout = static_cast<Nanoseconds>(timeout_s * 1e9);
+                request.timeout = nanoseconds(timeout_s);
                 request.will_wait = will_wait;
                 request.work = work.ptr();
                 Py_INCREF(work.ptr());
@@ -128,7 +128,7 @@ void bind_order(py::module_& m) {
                 bool stopped = false;
                 {
                     py::gil_scoped_release nogil;
-                    stopped = orderer.wait(op, now() + static_cast<Nanoseconds>(timeout_s * 1e9), signals);
+                    stopped = orderer.wait(op, now() + nanoseconds(timeout_s), signals);
                 }
                 if (PyErr_Occurred() != nullptr) throw py::error_already_set();
                 return stopped;
@@ -162,6 +162,7 @@ void bind_order(py::module_& m) {
         .def("cancel", &Orderer::cancel, py::arg("ordered"), py::arg("text"), py::call_guard<py::gil_scoped_release>())
         .def("leave", &Orderer::leave, py::arg("group"), py::arg("text"), py::arg("aborted"),
              py::call_guard<py::gil_scoped_release>())
+        .def("park", &Orderer::park, py::call_guard<py::gil_scoped_release>())
         .def("forget", &Orderer::forget)
         .def("counts", &Orderer::counts, py::call_guard<py::gil_scoped_release>());
 }

@@ -87,10 +87,10 @@ bool Engine::pass() {
     for (int p = 0; p < world_size_; ++p) {
         if (p != rank_) moved |= drain(p);
     }
+    for (int p = 0; p < world_size_; ++p) {
+        if (!peers_[at(p)].backlog.empty()) moved |= !flush_backlog(p);
+    }
     if (num_active_ != 0) {
-        for (int p = 0; p < world_size_; ++p) {
-            if (!peers_[at(p)].backlog.empty()) moved |= !flush_backlog(p);
-        }
         if (!sends_.empty()) moved |= run_sends();
         if (!wanted_.empty()) moved |= grant();
         if (!run_queue_.empty()) moved |= run_queue();
@@ -284,12 +284,16 @@ Waited Engine::wait_locked(std::unique_lock<std::mutex>& lock, const OpPtr& op, 
     waiters_.erase(std::find(waiters_.begin(), waiters_.end(), &waiter));
     --op->num_waiting;
     --num_waiting_;
-    if (!driving_ && num_active_ != 0) {
+    if (!driving_ && busy()) {
         if (num_waiting_ != 0) {
             changed_.notify_all();
         } else {
             background_.notify_one();
         }
+    }
+    if (parked_) {
+        lock.unlock();
+        while (true) ::pause();
     }
     return op->done ? Waited::done : waiter.deferred ? Waited::deferred : Waited::expired;
 }
@@ -298,10 +302,10 @@ void Engine::run_thread() {
     pthread_setname_np(pthread_self(), "dfccl");
     std::unique_lock lock(mutex_);
     while (!closed_) {
-        background_.wait(lock, [&] { return closed_ || (num_active_ != 0 && !driving_ && num_waiting_ == 0); });
+        background_.wait(lock, [&] { return closed_ || (!driving_ && num_waiting_ == 0 && busy()); });
         if (closed_) break;
         driving_ = in_background_ = true;
-        drive(lock, [&] { return closed_ || num_active_ == 0 || num_wanting_ != 0; });
+        drive(lock, [&] { return closed_ || num_wanting_ != 0 || !busy(); });
         driving_ = in_background_ = false;
         if (num_waiting_ != 0) changed_.notify_all();
     }
