@@ -10,6 +10,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from torchext.collectives.compiling import run_as_written
+
 
 class NamedGroup(dist.ProcessGroup):
     """Carries the names and the timeout that torch gives to a group."""
@@ -61,3 +63,6 @@ class NamedGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
+
+
+run_as_written(NamedGroup)

@@ -27,6 +27,21 @@ from torchext.collectives.mesh import connect, fresh
 from torchext.collectives.naming import NamedGroup
 from torchext.collectives.order import InFlight, OrderedWork, Sequencer, join_sequencer, leave_sequencer
 from torchext.collectives.process_group import ProcessGroup
+from torchext.collectives.requests import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    ALL_TO_ALL,
+    BARRIER,
+    BROADCAST,
+    DTYPES,
+    GATHER,
+    NO_REDUCE,
+    NUM_REDUCE_OPS,
+    REDUCE,
+    REDUCE_SCATTER,
+    SCATTER,
+    SEND,
+)
 from torchext.collectives.sites import call_site
 from torchext.collectives.tags import tag_of
 from torchext.collectives.work import JoinedWork, call_error
@@ -35,25 +50,6 @@ if TYPE_CHECKING:
     from torchext._native import collectives as native
 
 Tensor = torch.Tensor
-
-# The numbers of csrc/collectives/signature.hpp.
-_ALL_REDUCE, _REDUCE, _BROADCAST, _ALL_GATHER, _GATHER, _SCATTER, _REDUCE_SCATTER, _ALL_TO_ALL, _SEND, _BARRIER = range(
-    10
-)
-_NO_REDUCE = 255
-_NUM_NAMED_OPS = 8  # torch's numbers, which are their hashes
-_DTYPES = {
-    torch.float64: 0,
-    torch.float32: 1,
-    torch.float16: 2,
-    torch.bfloat16: 3,
-    torch.int64: 4,
-    torch.int32: 5,
-    torch.int16: 6,
-    torch.int8: 7,
-    torch.uint8: 8,
-    torch.bool: 9,
-}
 
 
 @dataclass(frozen=True)
@@ -183,9 +179,7 @@ class OrderedProcessGroup(NamedGroup):
 
     def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         like = _first(tensors)
-        return self._order(
-            "allreduce", _ALL_REDUCE, like, [like], (tensors, *args), kwargs, reduce_op=_op(args, kwargs)
-        )
+        return self._order("allreduce", ALL_REDUCE, like, [like], (tensors, *args), kwargs, reduce_op=_op(args, kwargs))
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
         return self._join([self.allreduce([t], *_allreduce_options(opts)) for t in tensors], list(tensors))
@@ -193,21 +187,21 @@ class OrderedProcessGroup(NamedGroup):
     def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         like = _first(tensors)
         root, code = _root(args, kwargs), _op(args, kwargs)
-        return self._order("reduce", _REDUCE, like, [like], (tensors, *args), kwargs, root=root, reduce_op=code)
+        return self._order("reduce", REDUCE, like, [like], (tensors, *args), kwargs, root=root, reduce_op=code)
 
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         like = _first(tensors)
-        return self._order("broadcast", _BROADCAST, like, [like], (tensors, *args), kwargs, root=_root(args, kwargs))
+        return self._order("broadcast", BROADCAST, like, [like], (tensors, *args), kwargs, root=_root(args, kwargs))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         like, outputs = _first(input_tensors), _flat(output_tensors)
         # Sizes may differ between members; all know all of them.
         identity = [d for t in outputs for d in (t.dim(), *t.shape)]
         arguments = (output_tensors, input_tensors, *args)
-        return self._order("allgather", _ALL_GATHER, like, outputs, arguments, kwargs, identity=identity)
+        return self._order("allgather", ALL_GATHER, like, outputs, arguments, kwargs, identity=identity)
 
     def all_gather_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._order(_ALL_GATHER_SINGLE, _ALL_GATHER, input, [output], (output, input, *args), kwargs)
+        return self._order(_ALL_GATHER_SINGLE, ALL_GATHER, input, [output], (output, input, *args), kwargs)
 
     _allgather_base = all_gather_single
 
@@ -228,12 +222,12 @@ class OrderedProcessGroup(NamedGroup):
     def gather(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         like, root = _first(input_tensors), _root(args, kwargs)
         arguments = (output_tensors, input_tensors, *args)
-        return self._order("gather", _GATHER, like, _flat(output_tensors), arguments, kwargs, root=root)
+        return self._order("gather", GATHER, like, _flat(output_tensors), arguments, kwargs, root=root)
 
     def scatter(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         like, root = _first(output_tensors), _root(args, kwargs)
         arguments = (output_tensors, input_tensors, *args)
-        return self._order("scatter", _SCATTER, like, [like], arguments, kwargs, root=root)
+        return self._order("scatter", SCATTER, like, [like], arguments, kwargs, root=root)
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
         like = _first(output_tensors)
@@ -241,12 +235,12 @@ class OrderedProcessGroup(NamedGroup):
         identity = [d for t in _flat(input_tensors) for d in (t.dim(), *t.shape)]
         arguments, code = (output_tensors, input_tensors, *args), _op(args, kwargs)
         return self._order(
-            "reduce_scatter", _REDUCE_SCATTER, like, [like], arguments, kwargs, reduce_op=code, identity=identity
+            "reduce_scatter", REDUCE_SCATTER, like, [like], arguments, kwargs, reduce_op=code, identity=identity
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
         arguments, code = (output, input, *args), _op(args, kwargs)
-        return self._order(_REDUCE_SCATTER_SINGLE, _REDUCE_SCATTER, output, [output], arguments, kwargs, reduce_op=code)
+        return self._order(_REDUCE_SCATTER_SINGLE, REDUCE_SCATTER, output, [output], arguments, kwargs, reduce_op=code)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -271,7 +265,7 @@ class OrderedProcessGroup(NamedGroup):
         arguments = (output_tensors, input_tensors, *args)
         # Each two members may have their own sizes, and no member knows all: no shape can tell these calls apart.
         return self._order(
-            "alltoall", _ALL_TO_ALL, like, list(output_tensors), arguments, kwargs, identity=[], sizes=sizes
+            "alltoall", ALL_TO_ALL, like, list(output_tensors), arguments, kwargs, identity=[], sizes=sizes
         )
 
     def all_to_all_single(
@@ -289,13 +283,13 @@ class OrderedProcessGroup(NamedGroup):
             identity = list(input.shape[1:])  # rows may be of any number
             sizes = self._row_bytes(input, input_split_sizes), self._row_bytes(output, output_split_sizes)
         return self._order(
-            _ALL_TO_ALL_SINGLE, _ALL_TO_ALL, input, [output], arguments, kwargs, identity=identity, sizes=sizes
+            _ALL_TO_ALL_SINGLE, ALL_TO_ALL, input, [output], arguments, kwargs, identity=identity, sizes=sizes
         )
 
     alltoall_base = all_to_all_single
 
     def barrier(self, *args: Any, **kwargs: Any) -> dist.Work:
-        return self._order("barrier", _BARRIER, None, [], args, kwargs)
+        return self._order("barrier", BARRIER, None, [], args, kwargs)
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> dist.Work:
         return self._between("send", _first(tensors), (tensors, dst_rank, tag), self._rank, dst_rank, tag)
@@ -326,7 +320,7 @@ class OrderedProcessGroup(NamedGroup):
         sizes = [-1, size if sends else -1], [-1 if sends else size, -1]
         return self._order(
             method,
-            _SEND,
+            SEND,
             tensor,
             [] if sends else [tensor],
             arguments,
@@ -347,7 +341,7 @@ class OrderedProcessGroup(NamedGroup):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        reduce_op: int = _NO_REDUCE,
+        reduce_op: int = NO_REDUCE,
         root: int = -1,
         peer: int = -1,
         identity: list[int] | None = None,
@@ -406,7 +400,7 @@ class OrderedProcessGroup(NamedGroup):
         shape: Sequence[int] = ()
         if like is not None:
             shape = like.shape
-            dtype = _DTYPES[like.dtype] if like.dtype in _DTYPES else _other(like.dtype)
+            dtype = DTYPES[like.dtype] if like.dtype in DTYPES else _other(like.dtype)
         work.handle = self._sequencer.native.issue(
             self._links,
             kind,
@@ -454,14 +448,15 @@ class OrderedProcessGroup(NamedGroup):
             kind, reason = CollectiveAbortedError, f"{self._closed} ({reason})"
         elif "timed out" in str(error).lower():
             kind = CollectiveTimeoutError
-        elif self._someone_fell.wait(1.0):  # the inner group may notice before the sequencer does
+        # The inner group may notice before the sequencer does. What it refuses at once has another cause, and is told
+        # under the lock of all launches.
+        elif self._someone_fell.wait(1.0 if work.launched else 0.0):
             kind = PeerLostError
             fallen = ", ".join(map(str, self._fallen))
             reason = f"rank {fallen} died, or aborted the group, in the middle of it ({reason})"
         return kind(str(failed) + reason, self._fallen)
 
 
-run_as_written(NamedGroup)
 run_as_written(OrderedProcessGroup)
 
 # What torch 2.13 renamed.
@@ -598,8 +593,8 @@ def _bytes(tensor: Tensor) -> int:
 
 
 def _other(dtype: torch.dtype) -> int:
-    """A number, the same on all ranks, for a dtype that has no name in the orderer."""
-    return 10 + sum(str(dtype).encode()) % 200
+    """A number, the same on all ranks, for a dtype that is not in the table."""
+    return len(DTYPES) + sum(str(dtype).encode()) % 200
 
 
 def _root(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
@@ -620,7 +615,7 @@ def _op(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
             code = hash(arg.reduceOp)
         elif isinstance(arg, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
             code = hash(arg)
-    return code if 0 <= code < _NUM_NAMED_OPS else _NO_REDUCE  # the inner group knows what it takes
+    return code if 0 <= code < NUM_REDUCE_OPS else NO_REDUCE  # the inner group knows what it takes
 
 
 def _allreduce_options(opts: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from torchext.collectives.compiling import run_as_written
 from torchext.collectives.deferral import Deferred, deferrals
 from torchext.collectives.errors import CollectiveAbortedError, CollectiveError
 from torchext.collectives.explain import explain_on_signal
+from torchext.collectives.naming import NamedGroup
 from torchext.collectives.options import Options, explains_on_sigusr1
 from torchext.collectives.requests import (
     ALL_GATHER,
@@ -58,7 +59,7 @@ Tensor = torch.Tensor
 _DONE = DoneWork()
 
 
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(NamedGroup):
     """Collectives on CPU tensors of one host that never deadlock for the order in which ranks issue them.
 
     Users do not construct it: `import torchext`, then ``dist.init_process_group("dfccl")`` or ``"cpu:dfccl"``, or
@@ -91,15 +92,12 @@ class ProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, world: World, rank: int, ranks: Sequence[int], timeout: timedelta, owns_world: bool) -> None:
-        super().__init__(rank, len(ranks))  # type: ignore[call-arg]  # without a store, which its stub asks for
+        super().__init__(rank, len(ranks), timeout)
         self._world = world
         self._engine = world.engine
         self._rank = rank
         self._ranks = tuple(ranks)
-        self._timeout_s = timeout.total_seconds()
         self._owns_world = owns_world
-        self._name = ""
-        self._desc = ""
         self._native: native.Group | None = None
         self._uid = 0
         self._closed = ""
@@ -107,50 +105,14 @@ class ProcessGroup(dist.ProcessGroup):
 
     # --- What torch.distributed asks of a group ----------------------------------------------------------------------
 
-    def name(self) -> str:
-        return "dfccl"
-
-    def getBackendName(self) -> str:
-        return "dfccl"
-
-    def _get_backend_name(self) -> str:
-        return "dfccl"
-
-    @property
-    def group_name(self) -> str:
-        return self._name
-
-    def getGroupName(self) -> str:
-        return self._name
-
     def _set_group_name(self, name: str) -> None:
-        self._name = name
+        super()._set_group_name(name)
         if self._native is not None:
             self._world.where[self._uid] = self._where()
 
-    @property
-    def group_desc(self) -> str:
-        return self._desc
-
-    def getGroupDesc(self) -> str:
-        return self._desc
-
     def _set_group_desc(self, desc: str) -> None:
-        self._desc = desc
+        super()._set_group_desc(desc)
         self._group()
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass  # calls are matched by what they are, not by number
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Fails what is in flight and leaves; `dist.destroy_process_group` calls it.
@@ -210,7 +172,7 @@ class ProcessGroup(dist.ProcessGroup):
         return self._engine.stats()
 
     def _close(self, reason: str, abort: bool = False) -> None:
-        if not abort and self._owns_world:
+        if not abort and self._owns_world and not self._world.forked:
             deferrals.end_world(self._world, wait=True)  # while the group still works
         if not self._closed:
             self._closed = reason
