@@ -313,8 +313,12 @@ if {rank.rank}:
     dist.all_reduce(torch.ones(7), async_op=True)  # in flight at the end
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-    # If it is the last to end, rank 0 says that it never answered what rank 1 had in flight.
-    assert all("all_reduce" in line for line in done.stderr.splitlines()), done.stderr
+    # Where rank 0 has seen the call that rank 1 had in flight, it says so, once; nobody says anything else.
+    unanswered = "rank 1 made a call that this rank has never made: all_reduce("
+    if done.stderr.count("\n") == 1 and rank.rank == 0:
+        assert done.stderr.startswith(unanswered)
+    else:
+        assert done.stderr == ""
     return done.returncode
 
 
