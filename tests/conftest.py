@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("torchext")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="seed of random, numpy and torch before each test")
-    parser.addoption("--settle-s", type=float, default=2.0, help="how long what a test leaves has to end, in seconds")
+    parser.addoption("--settle-s", type=float, default=15.0, help="how long what a test leaves has to end, in seconds")
 
 
 def pytest_configure(config: pytest.Config) -> None:

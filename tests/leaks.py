@@ -7,6 +7,7 @@ nothing.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -136,28 +137,36 @@ def shared_memory() -> Snapshot:
 def held_by_others(names: set[str]) -> set[str]:
     """Which entries of /dev/shm are open or mapped in processes that do not descend from this one.
 
-    Other programs of this machine come and go while a test runs; what they hold is theirs.
+    Other programs of this machine come and go while a test runs; what they hold is theirs, and so is a folder that
+    holds it.
     """
     ours = {os.getpid()} | {pid for pid, _ in processes()}
-    held: set[int] = set()
+    inodes: set[int] = set()
+    held: set[str] = set()
     for entry in _PROC.glob("[0-9]*"):
         if int(entry.name) not in ours:
-            held |= _shared_memory_inodes(entry)
-    return {name for name in names if _inode(_SHM / name) in held}
+            for inode, path in _shared_memory_of(entry):
+                # By inode too: a semaphore of glibc is mapped under a temporary name and linked to its own afterwards.
+                inodes.add(inode)
+                held.add(path.removeprefix(f"{_SHM}/").partition("/")[0])
+    return {name for name in names if name in held or _inode(_SHM / name) in inodes}
 
 
-def _shared_memory_inodes(process: Path) -> set[int]:
-    # By inode, not by name: a semaphore of glibc is mapped under a temporary name and linked to its own afterwards.
-    inodes: set[int] = set()
+def _shared_memory_of(process: Path) -> list[tuple[int, str]]:
+    """Inodes and paths of what a process has open or mapped there."""
+    found: list[tuple[int, str]] = []
     try:
-        lines = (process / "maps").read_text().splitlines()
-        inodes.update(int(line.split(maxsplit=5)[4]) for line in lines if str(_SHM) in line)
+        for line in (process / "maps").read_text().splitlines():
+            if str(_SHM) in line:
+                inode, path = line.split(maxsplit=5)[4:]
+                found.append((int(inode), path))
         for fd in (process / "fd").iterdir():
-            if os.readlink(fd).startswith(str(_SHM)):
-                inodes.add(fd.stat().st_ino)
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if (path := os.readlink(fd)).startswith(str(_SHM)):
+                    found.append((fd.stat().st_ino, path))
     except OSError:
         pass  # it ended, or it is another user's: then nothing more can be said of it
-    return inodes
+    return found
 
 
 def _inode(path: Path) -> int | None:
