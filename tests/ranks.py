@@ -49,8 +49,8 @@ if TYPE_CHECKING:  # a rank that needs no torch starts without it, ten times as 
 # At the deadline a rank gets this signal: it writes the stacks of all its threads and dies of it. Programs under test
 # leave it alone.
 _DUMP_SIGNAL = signal.SIGVTALRM
-_DUMP_S = 5.0  # for writing those stacks, on a slow machine
-_SURVIVORS_S = 2.0  # for helper processes that end by themselves once their rank has
+_DUMP_S = 20.0  # for writing those stacks, on a slow machine
+_SURVIVORS_S = 15.0  # for helper processes that end by themselves once their rank has
 _MARKER = "TORCHEXT_TEST_RANKS"  # in the environment of each rank, and so of each program that it starts
 
 
