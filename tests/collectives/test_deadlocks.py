@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 import torchext  # noqa: F401  registers the backend
 from tests.collectives.blocking import HOPELESS, PROGRAMS, THREADED
+from tests.collectives.test_faults import SOON_S
 from tests.ranks import Rank, run_ranks, start_ranks
 from torchext.collectives import (
     CollectiveError,
@@ -41,9 +42,12 @@ def init(rank: Rank, on_deadlock: Any = "raise", timeout_s: float = 30.0, prefix
         store=dist.PrefixStore(prefix, rank.store),
         rank=rank.rank,
         world_size=rank.world_size,
-        timeout=timedelta(seconds=timeout_s),
+        timeout=timedelta(seconds=30),
         pg_options=Options(on_deadlock=on_deadlock),
     )
+    if timeout_s < 30:  # of calls that are to time out: all ranks have come by then
+        dist.barrier()
+        dist.group.WORLD.set_timeout(timedelta(seconds=timeout_s))  # type: ignore[union-attr]
 
 
 def stats() -> dict[str, int]:
@@ -117,10 +121,10 @@ def test_raise_tells_each_rank_the_whole_circle(world_size: int) -> None:
             assert ranks == tuple(range(world_size))
             assert f"at rank {rank} failed after" in text
             for other in range(world_size):
-                assert re.search(rf"rank {other} has waited \d\.\d s for rank \d in [a-z_/]+\(", text), text
+                assert re.search(rf"rank {other} has waited \d+\.\d s for rank \d in [a-z_/]+\(", text), text
             assert len(re.findall(r", at \S+blocking\.py:\d+", text)) == world_size
             assert re.search(r"shape \([\d, ]*\)", text)
-            assert seconds < 5
+            assert seconds < SOON_S
     if world_size == 2:
         assert "tagged 'a'" in results[0]["tags_of_one_group"][1]
         assert "tagged 'b'" in results[0]["tags_of_one_group"][1]
@@ -223,7 +227,7 @@ def test_a_deadlock_that_deferral_cannot_resolve_is_told_at_the_first_use() -> N
         assert first[0] is DeadlockError
         assert "test_deadlocks.py" in first[1]
         assert again[0] is DeadlockError
-        assert again[3] < 1
+        assert again[3] < SOON_S
 
 
 def barrier_in_a_circle(rank: Rank, on_deadlock: str) -> Any:
@@ -273,7 +277,7 @@ def test_each_kind_of_mismatch_is_told_to_both_ranks_long_before_the_timeout() -
     for told in run_ranks(mismatch, 2, store="tcp"):
         for (kind, text, _, seconds), name in zip(told, MISMATCHES, strict=True):
             assert kind is CollectiveMismatchError, (name, text)
-            assert seconds < 5
+            assert seconds < SOON_S
             if name != "splits":
                 assert "rank 0 has waited" in text
                 assert "rank 1 has waited" in text
@@ -293,7 +297,7 @@ def test_programs_that_nothing_saves_are_told_to_both_ranks() -> None:
         for name, (kind, text, ranks, seconds) in told.items():
             assert kind is CollectiveMismatchError, (name, text)
             assert ranks == (0, 1)
-            assert seconds < 5
+            assert seconds < SOON_S
             assert len(re.findall(r", at \S+blocking\.py:\d+", text)) == 2
         assert "barrier" in told["uneven_steps"][1]
         assert "all_reduce(sum, float32, shape (100,))" in told["uneven_steps"][1]

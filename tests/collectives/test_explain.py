@@ -95,7 +95,7 @@ def test_a_signal_handler_can_be_installed_twice_and_runs_the_one_before_once() 
 
 def time_out_one_after_the_other(rank: Rank) -> Any:
     """The group's timeout is longer on rank 1, and their calls differ in dtype. No thread is known to be idle."""
-    init(rank, timeout_s=1.0 if rank.rank == 0 else 20.0)
+    init(rank, timeout_s=2.0 if rank.rank == 0 else 20.0)
     threading.Thread(target=lambda: threading.Event().wait(60), daemon=True).start()
     result = error_of(lambda: dist.all_reduce(torch.ones(2, dtype=[torch.float32, torch.float64][rank.rank])))
     dist.destroy_process_group()
@@ -140,7 +140,7 @@ def test_a_thread_counts_as_able_to_go_on_unless_it_waits_for_another_thread(wai
     ready.wait()
     me = threading.get_ident()
     try:
-        for _ in range(500):  # until it has come to where it waits
+        for _ in range(3000):  # until it has come to where it waits
             if only_waiting([me], [(me, threading.get_native_id())]) == quiet:
                 break
             event.wait(0.01)

@@ -112,7 +112,7 @@ def test_torch_uses_it_as_any_backend() -> None:
 # --- Faults -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_killed_rank_is_named_on_all_others_within_a_second() -> None:
+def test_a_killed_rank_is_named_on_all_others_soon() -> None:
     with start_ranks(faults.reduce_until_error, 3, faults.LARGE, store="tcp", env=ORDERED, deadline_s=60) as ranks:
         for rank in range(3):
             ranks.wait_for(rank, "running")
@@ -125,7 +125,7 @@ def test_a_killed_rank_is_named_on_all_others_within_a_second() -> None:
         assert kind is PeerLostError
         assert culprits == (1,)
         assert "rank 1 died" in text
-        assert when - killed < 1.0 + 1.0  # the second includes the second call and the end of the group
+        assert when - killed < faults.SOON_S
 
 
 def test_a_rank_killed_outside_any_call_fails_those_that_wait_for_it_and_their_futures() -> None:
@@ -161,7 +161,7 @@ def test_at_the_timeout_each_side_tells_what_the_other_has_called_instead() -> N
         for dtype in ("float32", "float64"):
             assert f"all_reduce(sum, {dtype}, shape (4, 8)) tagged 'loss'" in text
         assert "test_faults.py" in text
-        assert re.search(r"after [\d.]+ s \(timeout 1 s\)", text)
+        assert re.search(r"after [\d.]+ s \(timeout 2 s\)", text)
 
 
 def mismatches(rank: Rank) -> list[Any]:
@@ -185,7 +185,7 @@ def test_sizes_that_do_not_fit_are_told_at_once() -> None:
         assert "float32" in other_text
         assert kind is CollectiveMismatchError
         assert re.search(r"sends this rank \d+ bytes where it expects \d+", text)
-        assert seconds < 5
+        assert seconds < faults.SOON_S
         assert total == 2.0
     kind, text, culprits, _seconds = values[1][1]
     assert kind is CollectiveMismatchError
@@ -208,7 +208,7 @@ def test_groups_end_and_start_again() -> None:
         if place == 0:
             assert left[0] is PeerLostError
             assert "rank 1 has left" in left[1]
-            assert left[3] < 1.0
+            assert left[3] < faults.SOON_S
 
 
 @pytest.mark.slow
@@ -302,7 +302,7 @@ def check_between_hosts(world_size: int, namespaces: list[str]) -> None:
         assert kind is PeerLostError
         assert culprits == (1,)
         assert "rank 1 died" in text
-        assert when - killed < 1.0
+        assert when - killed < faults.SOON_S
 
 
 def test_ranks_that_share_no_memory_agree_over_sockets() -> None:
@@ -336,7 +336,7 @@ def test_only_those_who_know_the_secret_of_the_store_are_admitted() -> None:
     secret, other = secrets.token_bytes(32), secrets.token_bytes(32)
 
     def admit(connection: socket.socket) -> int:
-        return mesh._admit(connection, 0, secret, 0.5)
+        return mesh._admit(connection, 0, secret, 3.0)
 
     def caller(known: bytes, called: int = 0, magic: bytes = mesh._MAGIC) -> Callable[[socket.socket], bool]:
         def call(connection: socket.socket) -> bool:
