@@ -33,6 +33,9 @@ LASTING_VARIABLES = frozenset(
 # Of the test that runs: its name, by pytest; its seed, by Lightning's seed_everything. conftest.py takes these away.
 _VARIABLES_OF_A_TEST = frozenset({"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
 
+# Helpers that live as long as the test process does, and end with it.
+lasting_processes: set[int] = set()
+
 _LISTENING_TCP = "0A"
 _ACCEPTS_CONNECTIONS = 0x10000  # __SO_ACCEPTCON in /proc/net/unix
 
@@ -89,10 +92,10 @@ def _start_time(pid: int) -> str:
 
 
 def _lasting_processes() -> set[int]:
-    """The helper that multiprocessing starts once per process and ends with it; named by its own record."""
+    """With the helper that multiprocessing starts once per process and ends with it; named by its own record."""
     module = sys.modules.get("multiprocessing.resource_tracker")
     pid = getattr(getattr(module, "_resource_tracker", None), "_pid", None)
-    return {pid} if pid is not None else set()
+    return lasting_processes | ({pid} if pid is not None else set())
 
 
 def marked_processes(setting: str) -> set[int]:
@@ -123,6 +126,12 @@ def state(pid: int) -> str:
     """One letter: R, S, D, T (stopped), Z (not waited for), ...; empty where there is no such process."""
     fields = _stat_fields(pid)
     return fields[0] if fields is not None else ""
+
+
+def session(pid: int) -> int:
+    """The session that a process belongs to; 0 where there is no such process."""
+    fields = _stat_fields(pid)
+    return int(fields[3]) if fields is not None else 0
 
 
 def shared_memory() -> Snapshot:

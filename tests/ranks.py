@@ -27,8 +27,6 @@ import pickle
 import select
 import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -42,8 +40,9 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tests import leaks
+from tests.fork_server import ENVIRONMENT, MARKER, fork_server
 
-if TYPE_CHECKING:  # a rank that needs no torch starts without it, ten times as fast
+if TYPE_CHECKING:  # the server imports it
     import torch.distributed as dist
 
 # At the deadline a rank gets this signal: it writes the stacks of all its threads and dies of it. Programs under test
@@ -51,7 +50,6 @@ if TYPE_CHECKING:  # a rank that needs no torch starts without it, ten times as 
 _DUMP_SIGNAL = signal.SIGVTALRM
 _DUMP_S = 20.0  # for writing those stacks, on a slow machine
 _SURVIVORS_S = 15.0  # for helper processes that end by themselves once their rank has
-_MARKER = "TORCHEXT_TEST_RANKS"  # in the environment of each rank, and so of each program that it starts
 
 
 class RanksError(Exception):
@@ -189,7 +187,6 @@ class Ranks:
             self._served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         (self._folder / "payload").write_bytes(payload)
         job = {
-            "sys_path": sys.path,
             "world_size": world_size,
             "backend": backend,
             "store": store,
@@ -197,7 +194,7 @@ class Ranks:
             "timeout_s": self._deadline_s,
         }
         (self._folder / "job.json").write_text(json.dumps(job))
-        environment = {**os.environ, **_RANK_ENVIRONMENT, _MARKER: self._mark, **env}
+        environment = {**os.environ, **ENVIRONMENT, MARKER: self._mark, **env}
         for rank in range(world_size):
             self._processes.append(_Process(rank, self._folder, environment))
 
@@ -210,11 +207,11 @@ class Ranks:
     @property
     def pids(self) -> list[int]:
         """Process of each rank, dead ones included."""
-        return [process.pid for process in self._processes]
+        return [process.child.pid for process in self._processes]
 
     def kill(self, rank: int, number: signal.Signals) -> None:
         """Sends a signal to one rank, not to what it has started. Does nothing to a dead one."""
-        self._processes[rank].popen.send_signal(number)
+        self._processes[rank].child.send_signal(number)
 
     def wait_for(self, rank: int, event: str, timeout_s: float | None = None) -> None:
         """Blocks until the rank has called ``announce(event)``; at once if it has done so before.
@@ -226,7 +223,7 @@ class Ranks:
         process = self._processes[rank]
         while event not in process.announced:
             if not process.read_announcements(end - time.monotonic()):
-                state = "is still running" if process.popen.poll() is None else "has ended"
+                state = "is still running" if process.child.poll() is None else "has ended"
                 raise RanksError(
                     f"rank {rank} {state} and has not announced {event!r}, only {sorted(process.announced)}\n"
                     + process.output()
@@ -277,7 +274,7 @@ class Ranks:
         for process in self._processes:
             process.close()
         # Those that left their rank's group; one at its end may still be starting another.
-        while survivors := leaks.marked_processes(f"{_MARKER}={self._mark}"):
+        while survivors := self._left():
             for pid in survivors:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -288,7 +285,7 @@ class Ranks:
     def _wait(self, grace_s: float | None) -> list[Outcome]:
         if self._outcomes is None:
             self._wait_for_exits(grace_s)
-            late = [process for process in self._processes if process.popen.poll() is None]
+            late = [process for process in self._processes if process.child.poll() is None]
             for process in late:
                 process.ask_for_stacks()
             for process in late:
@@ -299,7 +296,7 @@ class Ranks:
     def _wait_for_exits(self, grace_s: float | None) -> None:
         end = self._deadline
         failed = False
-        while running := [process for process in self._processes if process.popen.poll() is None]:
+        while running := [process for process in self._processes if process.child.poll() is None]:
             if grace_s is not None and not failed and any(process.has_failed() for process in self._processes):
                 failed = True
                 end = min(end, time.monotonic() + grace_s)
@@ -307,20 +304,20 @@ class Ranks:
             if left_s <= 0:
                 return
             # Whichever ends first: while no rank may cut the wait short, the longest wait is until the deadline.
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                running[0].popen.wait(left_s if grace_s is None or failed else min(left_s, 0.1))
+            running[0].child.wait(left_s if grace_s is None or failed else min(left_s, 0.1))
 
     def _survivors(self) -> set[int]:
         end = time.monotonic() + _SURVIVORS_S
-        while survivors := leaks.marked_processes(f"{_MARKER}={self._mark}"):
+        while survivors := self._left():
             if time.monotonic() > end:
                 break
             time.sleep(0.01)  # the end of what is not our child is announced to nobody
         return survivors
 
-
-# Loopback only, and one thread for each rank: they share few cores.
-_RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"}
+    def _left(self) -> set[int]:
+        """Live processes that the ranks have started, those that they were forked from not excepted."""
+        forks = fork_server().forks_in_sessions_of(set(self.pids)) if self._processes else set()
+        return forks | leaks.marked_processes(f"{MARKER}={self._mark}")
 
 
 class _Process:
@@ -331,19 +328,13 @@ class _Process:
         self.announced: set[str] = set()
         self._files = _RankFiles(folder, rank)
         self._unread = b""
+        commands_in_rank, self._commands = os.pipe()
         self._events, events_in_rank = os.pipe()
         with open(self._files.output, "wb") as output:
-            self.popen = subprocess.Popen(
-                [sys.executable, "-c", _BOOTSTRAP, str(folder), str(rank), str(events_in_rank)],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=[events_in_rank],
-                env=dict(environment),
-                start_new_session=True,  # so that the rank and what it starts can be killed as one group
-            )
+            pipes = commands_in_rank, output.fileno(), events_in_rank
+            self.child = fork_server().start(folder, rank, environment, pipes)
+        os.close(commands_in_rank)
         os.close(events_in_rank)
-        self.pid = self.popen.pid
 
     def read_announcements(self, timeout_s: float) -> bool:
         """Waits for more of them; False if there are none in time or to come."""
@@ -354,37 +345,31 @@ class _Process:
         return bool(data)
 
     def send(self, event: str) -> None:
-        assert self.popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self.popen.stdin.write(event.encode() + b"\n")
-            self.popen.stdin.flush()
+            os.write(self._commands, event.encode() + b"\n")
 
     def has_failed(self) -> bool:
-        return self.popen.poll() not in (None, 0) or self._files.error_flag.exists()
+        return self.child.poll() not in (None, 0) or self._files.error_flag.exists()
 
     def ask_for_stacks(self) -> None:
-        self.popen.send_signal(_DUMP_SIGNAL)
+        self.child.send_signal(_DUMP_SIGNAL)
 
     def end_by_stacks(self, timeout_s: float) -> None:
         """Waits until it has died of the signal to write its stacks, or makes sure that it dies."""
         # One that was stopped would do it only when continued: then it could act once more after its deadline.
-        stopped = leaks.state(self.pid) in ("T", "t")
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(0 if stopped else timeout_s)
+        stopped = leaks.state(self.child.pid) in ("T", "t")
+        self.child.wait(0 if stopped else timeout_s)
         self.kill_group()
-        self.popen.wait()
+        self.child.wait()
 
     def kill_group(self) -> None:
-        """Kills a running rank and its group; what a rank has left that ended before is found by its mark."""
-        if self.popen.poll() is None:  # from then on, the number may be given to another group
-            os.killpg(self.pid, signal.SIGKILL)
+        """Kills a running rank and its group; what a rank has left that ended before is looked for."""
+        self.child.send_signal(signal.SIGKILL, group=True)
 
     def close(self) -> None:
-        self.popen.wait()
-        if self.popen.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self.popen.stdin.close()
+        self.child.wait()
         if self._events >= 0:
+            os.close(self._commands)
             os.close(self._events)
             self._events = -1
 
@@ -392,7 +377,8 @@ class _Process:
         return self._files.output.read_text(errors="replace")
 
     def outcome(self, *, timed_out: bool) -> Outcome:
-        code = self.popen.returncode
+        code = self.child.returncode
+        assert code is not None
         result = self._files.load_result()
         kind: Literal["returned", "raised", "exited", "killed", "timed out"]
         if timed_out:
@@ -405,7 +391,7 @@ class _Process:
             kind = "raised" if result.error is not None else "returned"
         return Outcome(
             rank=self.rank,
-            pid=self.pid,
+            pid=self.child.pid,
             kind=kind,
             value=result.value if result is not None else None,
             error=result.error if result is not None else None,
@@ -453,16 +439,6 @@ class _RankFiles:
 
 
 # --- In a rank -----------------------------------------------------------------------------------------------------
-
-# The path first, so that the modules of the tests are found; no module of this folder may stand in for another.
-_BOOTSTRAP = """
-import json, sys
-from pathlib import Path
-folder, rank, events = sys.argv[1:]
-sys.path[:] = json.loads((Path(folder) / "job.json").read_text())["sys_path"]
-from tests.ranks import main_of_rank
-main_of_rank(Path(folder), int(rank), int(events))
-"""
 
 
 class Rank:

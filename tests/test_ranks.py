@@ -206,7 +206,8 @@ def test_a_stopped_rank_is_killed_without_another_step() -> None:
         for rank in range(2):
             ranks.wait_for(rank, "waiting")
         ranks.kill(0, signal.SIGSTOP)
-        os.waitid(os.P_PID, ranks.pids[0], os.WSTOPPED | os.WNOWAIT)
+        while leaks.state(ranks.pids[0]) != "T":
+            os.sched_yield()
         stopped, waiting = ranks.wait(timeout_s=0)
     assert (stopped.kind, stopped.signal, stopped.stack) == ("timed out", signal.SIGKILL, "")
     assert waiting.kind == "timed out"
