@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from datetime import timedelta
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import torchext
+from tests import leaks
 from tests.ranks import Rank, run_ranks, start_ranks
 from torchext.collectives import CollectiveError, Options
 
@@ -117,6 +120,26 @@ def small_arena(rank: Rank) -> dict[str, int]:
     return found
 
 
+def more_than_fits(rank: Rank) -> int:
+    """Rank 1 has made its calls when rank 0 makes them, and is stopped: no staging memory is given back."""
+    xs = [torch.full((20_000,), float(i)) for i in range(40)]
+    if rank.rank == 0:
+        rank.wait_for("stopped")
+    works = []
+    for i, x in enumerate(xs):
+        with torchext.tag(str(i)):
+            works.append(dist.all_reduce(x, async_op=True))
+    rank.announce("issued")
+    while rank.rank == 0 and dist.group.WORLD.stats()["grants_deferred"] == 0:  # type: ignore[union-attr]
+        works[-1].is_completed()
+    rank.announce("deferred")
+    for work in works:
+        work.wait()
+    assert all(bool((x == 2 * i).all()) for i, x in enumerate(xs))
+    deferred: int = dist.group.WORLD.stats()["grants_deferred"]  # type: ignore[union-attr]
+    return deferred
+
+
 def test_strict_refuses_a_second_call_that_nothing_tells_from_one_in_flight() -> None:
     run_ranks(strict, 2, backend="dfccl", env={"TORCHEXT_DFCCL_STRICT": "1"})
 
@@ -133,3 +156,16 @@ def test_arena_and_chunk_sizes_change_how_much_moves_at_once() -> None:
     small = run_ranks(small_arena, 2, backend="dfccl", env=env)
     usual = run_ranks(small_arena, 2, backend="dfccl")
     assert small[0]["primitives"] > 4 * usual[0]["primitives"]
+
+
+def test_calls_that_find_no_staging_memory_wait_for_it() -> None:
+    env = {"TORCHEXT_DFCCL_ARENA_BYTES": "1M", "TORCHEXT_DFCCL_CHUNK_BYTES": "4K"}
+    with start_ranks(more_than_fits, 2, backend="dfccl", env=env, deadline_s=60) as ranks:
+        ranks.wait_for(1, "issued")
+        ranks.kill(1, signal.SIGSTOP)
+        while leaks.state(ranks.pids[1]) != "T":
+            os.sched_yield()
+        ranks.release("stopped")
+        ranks.wait_for(0, "deferred")
+        ranks.kill(1, signal.SIGCONT)
+        assert ranks.values()[0] > 0
