@@ -16,8 +16,6 @@ DistributedDataParallel, one step over each backend in turn; the time is that of
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import platform
 import random
 import statistics
 import time
@@ -27,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import percentile, run_on_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import torchext
@@ -53,10 +52,6 @@ def call(op: str, size: int, dtype: torch.dtype, world: int, group: Any) -> Call
         "all_to_all": lambda: dist.all_to_all_single(other, whole, group=group),
         "barrier": lambda: dist.barrier(group=group),
     }[op]
-
-
-def percentile(values: list[float], fraction: float) -> float:
-    return sorted(values)[int(fraction * len(values))]
 
 
 def compare(options: argparse.Namespace, world: int, rank: int, groups: dict[str, Any]) -> None:
@@ -163,18 +158,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50, help="a fifth of it from 4 MiB on")
     parser.add_argument("--disorder", action="store_true")
     parser.add_argument("--ddp", action="store_true")
-    options = parser.parse_args()
-    print(f"torch {torch.__version__}, torchext {torchext.__version__}, {platform.platform()}")
-    context = multiprocessing.get_context("spawn")
-    for world in options.ranks:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [context.Process(target=main_of_rank, args=(r, world, store.port, options)) for r in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit("a rank failed")
+    run_on_ranks(main_of_rank, parser.parse_args())
 
 
 if __name__ == "__main__":

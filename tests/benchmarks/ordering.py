@@ -11,8 +11,6 @@ after an untimed dfccl barrier. Tenth percentile and median in microseconds. Ran
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import platform
 import statistics
 import time
 from datetime import timedelta
@@ -20,18 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from rank_processes import percentile, run_on_ranks
 
-import torchext
 from torchext.collectives import mesh, order, wrap
 from torchext.collectives.work import DoneWork
 
 AGREEMENTS = 3000
 BARRIER, NO_REDUCE = 9, 255  # the orderer's numbers
 LIMIT = timedelta(seconds=600)
-
-
-def percentile(values: list[float], fraction: float) -> float:
-    return sorted(values)[int(fraction * len(values))]
 
 
 class Nothing:
@@ -108,18 +102,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--sizes", type=int, nargs="+", default=[1 << 20, 4 << 20, 16 << 20], help="bytes")
     parser.add_argument("--rounds", type=int, default=50)
-    options = parser.parse_args()
-    print(f"torch {torch.__version__}, torchext {torchext.__version__}, {platform.platform()}")
-    context = multiprocessing.get_context("spawn")
-    for world in options.ranks:
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        ranks = [context.Process(target=main_of_rank, args=(r, world, store.port, options)) for r in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        if any(process.exitcode for process in ranks):
-            raise SystemExit("a rank failed")
+    run_on_ranks(main_of_rank, parser.parse_args())
 
 
 if __name__ == "__main__":
