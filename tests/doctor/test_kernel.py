@@ -28,7 +28,8 @@ CHECKS = [
 def _no_descriptors_left() -> object:
     before = set(os.listdir("/proc/self/fd")) if sys.platform == "linux" else set()
     yield
-    assert (set(os.listdir("/proc/self/fd")) if sys.platform == "linux" else set()) == before
+    # Others may have been closed: by the garbage collector, of what an earlier test has left.
+    assert (set(os.listdir("/proc/self/fd")) if sys.platform == "linux" else set()) <= before
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -50,14 +50,17 @@ def test_runs_a_site_answers_and_ends_at_sigterm(config: Path, capsys: pytest.Ca
         assert site.stdout is not None
         assert site.stdout.readline().startswith("site tokyo listens at 127.0.0.1:")
         with Node(config, me="paris") as paris:
-            paris.waitfor(paris.send(b"hello"), "safe", 30)
+            paris.register_predicate("verified", "MIN(tokyo).verified")  # which comes after persisted
+            seq = paris.send(b"hello")
+            paris.waitfor(seq, "safe", 30)
+            paris.waitfor(seq, "verified", 30)
             assert (config.parent / "tokyo-store" / "streams" / "paris").is_dir()  # relative to the file
             assert cli.main(["status", *where, "--json"]) == 0
             status = json.loads(capsys.readouterr().out)
             assert status["counters"]["paris"]["tokyo"] == {"received": 1, "persisted": 1, "verified": 1}
             assert status["connections"]["paris"]["heard"]
             assert cli.main(["frontier", "--config", str(config), "--me", "paris", "--json"]) == 0
-            assert json.loads(capsys.readouterr().out) == {"safe": 1}
+            assert json.loads(capsys.readouterr().out) == {"safe": 1, "verified": 1}
             assert cli.main(["predicates", *where, "--json"]) == 0
             assert json.loads(capsys.readouterr().out) == {"safe": "MIN($ALLSITES - $MYSITE).persisted"}
             for action in ("status", "frontier", "predicates"):

@@ -103,7 +103,7 @@ def test_half_open_link_is_found_and_made_anew(three: Cluster) -> None:
     paris.call("waitfor", paris.call("send", 1, 100), "all", 30)
     three.proxies["paris", "tokyo"].swallows = True
     seq = paris.call("send", 5, 100_000)
-    with pytest.raises(RuntimeError, match=r"stable up to 1. tokyo.persisted is at 1, 5 behind"):
+    with pytest.raises(RuntimeError, match=r"tokyo.persisted is at 1, 5 behind"):
         paris.call("waitfor", seq, "all", 0.5)
     three.proxies["paris", "tokyo"].swallows = False  # carries again, but what it swallowed is lost
     paris.call("waitfor", seq, "all", 30)
@@ -133,11 +133,11 @@ def test_full_disk_elsewhere_holds_back_only_its_own_acks(three: Cluster) -> Non
     paris.call("waitfor", seq, "oregon", 30)
     with pytest.raises(RuntimeError, match=r"tokyo.persisted is at"):
         paris.call("waitfor", seq, "all", 0.5)
-    assert "no room for" in tokyo.call("status")["trouble"]["store of paris"]
+    assert wait_until(lambda: "no room for" in tokyo.call("status")["trouble"].get("store of paris", ""))
     tokyo.call("limit_file_size", 0)
     paris.call("waitfor", seq, "all", 30)
     assert tokyo.call("held", "paris") == seq
-    assert tokyo.call("status")["trouble"] == {}
+    assert wait_until(lambda: tokyo.call("status")["trouble"] == {})
 
 
 def test_full_disk_here_is_said_and_passes(three: Cluster) -> None:

@@ -119,10 +119,12 @@ def test_timeout_says_who_is_missing_and_how_far_behind(tmp_path: Path) -> None:
     pair = Pair(tmp_path)
     try:
         pair.paris.register_predicate("safe", "MIN($ALLSITES).persisted")
+        pair.paris.register_predicate("here", "MIN($MYSITE).persisted")
         pair.paris.waitfor(pair.paris.send(b"1"), "safe", 30)
         pair.tokyo.close()
         pair.paris.send(b"2")
         seq = pair.paris.send(b"3")
+        pair.paris.waitfor(seq, "here", 30)  # so that one site alone is missing
         with pytest.raises(StabilityTimeoutError) as caught:
             pair.paris.waitfor(seq, "safe", timeout=0.5)
         assert caught.value.sites == ("tokyo",)

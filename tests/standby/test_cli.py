@@ -64,12 +64,13 @@ class _Crash(Exception):
 
 
 def test_a_local_standby_starts_by_itself_outlives_a_crash_and_ends_with_the_training(monkeypatch: Any) -> None:
-    monkeypatch.setattr("os.getuid", lambda: 987_654_321)  # an address of this test's own
+    user = 1_000_000_000 + os.getpid()
+    monkeypatch.setattr("os.getuid", lambda: user)  # an address of this test's own
 
     def environment_knows_the_address(*arguments: Any, **options: Any) -> Any:
         command = arguments[0]
         if command[1:3] == ["-m", "torchext"]:
-            script = "import os, sys; os.getuid = lambda: 987654321; from torchext.cli import main; sys.exit(main())"
+            script = f"import os, sys; os.getuid = lambda: {user}; from torchext.cli import main; sys.exit(main())"
             return run([sys.executable, "-c", script, *command[3:]], cwd=ROOT, **options)
         return run(*arguments, **options)
 
