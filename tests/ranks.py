@@ -49,6 +49,7 @@ if TYPE_CHECKING:  # the server imports it
 # leave it alone.
 _DUMP_SIGNAL = signal.SIGVTALRM
 _DUMP_S = 20.0  # for writing those stacks, on a slow machine
+_GRACE_S = 5.0  # for the other ranks to end once one has failed, in `run_ranks`: they usually wait for it
 _SURVIVORS_S = 15.0  # for helper processes that end by themselves once their rank has
 
 
@@ -253,7 +254,7 @@ class Ranks:
         Raises:
             RanksError: A rank did not return, or left processes behind.
         """
-        outcomes = self._wait(grace_s=5.0)
+        outcomes = self._wait(grace_s=_GRACE_S)
         failed = [outcome for outcome in outcomes if outcome.kind != "returned"]
         if failed:
             # The first to fail is the likely cause: exceptions and deaths before those who waited in vain.

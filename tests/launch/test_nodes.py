@@ -18,8 +18,8 @@ from tests.launch.programs import TORCHEXT, TORCHRUN, WORKER, Program, children
 
 pytestmark = pytest.mark.timeout(300)  # on a slow machine; each wait has its own, shorter one
 
-# Dead nodes are noticed after three seconds, and the last call for nodes lasts one.
-_QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=3"
+# Dead nodes are noticed after six seconds, and the last call for nodes lasts one.
+_QUICK = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=6"
 
 
 @pytest.fixture
@@ -146,7 +146,7 @@ def test_torchrun_does_not_notice_that_a_node_is_gone(port: int) -> None:
         survivor, lost = (first, second) if _holds(first, port) else (second, first)
         os.kill(lost.pid, signal.SIGKILL)
         with pytest.raises(AssertionError):
-            survivor.wait_for("ready", 2, timeout_s=20)  # six times as long as a node may be silent
+            survivor.wait_for("ready", 2, timeout_s=20)  # three times as long as a node may be silent
 
 
 def _holds(program: Program, port: int) -> bool:
