@@ -28,7 +28,7 @@ from tests import leaks
 
 # What most ranks import sooner or later; the second is what the first step of any optimizer imports.
 _PRELOADED = ("torch.distributed", "torch._dynamo")
-_ANSWER_S = 60.0
+_ANSWER_S = 100.0  # the first comes once torch is loaded
 
 MARKER = "TORCHEXT_TEST_RANKS"  # in the environment of each rank, and so of each program that it starts
 # Loopback only, and one thread for each rank: they share few cores.
@@ -98,7 +98,9 @@ class ForkServer:
             )
         self.pid = self._process.pid
         self._socket = ours
+        self._socket.settimeout(_ANSWER_S)
         self._asking = threading.Lock()
+        self._answer()  # it has loaded all
 
     def start(self, folder: Path, rank: int, environment: Mapping[str, str], pipes: tuple[int, int, int]) -> Child:
         """Starts `main_of_rank`; ``pipes`` are its standard input, its output and errors, and where it announces."""
@@ -119,8 +121,12 @@ class ForkServer:
     def ask(self, request: dict[str, Any], *descriptors: int) -> dict[str, Any]:
         with self._asking:
             socket.send_fds(self._socket, [json.dumps(request).encode()], descriptors)
-            self._socket.settimeout(_ANSWER_S)
-            answer: dict[str, Any] = json.loads(self._socket.recv(4096))
+            return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        data = self._socket.recv(4096)
+        assert data, "the process that forks the ranks has died; it has said why among the errors of this one"
+        answer: dict[str, Any] = json.loads(data)
         return answer
 
     def close(self) -> None:
@@ -164,6 +170,7 @@ def serve(requests_descriptor: int) -> StartedRank | None:
     signal.set_wakeup_fd(writing)
     statuses: dict[int, int] = {}  # of each child that runs, where to tell how it ended
     with socket.socket(fileno=requests_descriptor) as requests:
+        requests.sendall(b"{}")
         while True:
             ready, _, _ = select.select([reading, requests], [], [])
             if reading in ready:

@@ -166,6 +166,7 @@ class Ranks:
         env: Mapping[str, str],
     ) -> None:
         payload = pickle.dumps((fn, tuple(args)))  # first of all: what cannot be sent is the caller's mistake
+        fork_server()  # so that its start is not a part of the first ranks' time
         self._mark = uuid.uuid4().hex
         self._folder = Path(tempfile.mkdtemp(prefix="torchext-ranks-"))
         self._deadline_s = deadline_s
