@@ -218,7 +218,7 @@ def _run(folder: Path, source: str, settle_s: float) -> dict[str, str]:
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
     assert report.exists(), result.stdout + result.stderr

@@ -90,7 +90,7 @@ def _setup(folder: Path, *command: str, **env: str) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=100,
+        timeout=200,
     )
     assert result.returncode == 0, result.stdout
     return result.stdout

@@ -155,7 +155,7 @@ def test_the_cause_comes_first_and_the_others_do_not_wait_for_the_deadline(monke
     monkeypatch.setattr("tests.ranks._GRACE_S", 0.5)
     start = time.monotonic()
     with pytest.raises(RanksError) as caught:
-        run_ranks(fail_or_hang, 2, deadline_s=90)
+        run_ranks(fail_or_hang, 2, deadline_s=200)
     assert time.monotonic() - start < 60
     message = str(caught.value)
     assert message.index("rank 0 gave up") < message.index("rank 1 timed out")

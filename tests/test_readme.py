@@ -28,7 +28,7 @@ def _first_line(block: str) -> str:
 def test_snippet_runs(snippet: str, tmp_path: Path) -> None:
     # With the installed torchext, and with warnings as errors, as nobody wants them from a first try.
     command = [sys.executable, "-W", "error", "-c", snippet]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100)
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200)
     assert result.returncode == 0, result.stderr
 
 

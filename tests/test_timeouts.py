@@ -41,7 +41,7 @@ def _run(folder: Path, source: str, *options: str) -> subprocess.CompletedProces
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=200,
         check=False,
     )
 

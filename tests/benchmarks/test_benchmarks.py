@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 
 def _run(*words: str | Path) -> str:
     command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=100).stdout
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=200).stdout
 
 
 def test_loss_reports_each_contender_and_what_it_was_run_with(tmp_path: Path) -> None:

@@ -134,6 +134,6 @@ def test_groups_are_those_of_megatron() -> None:
 
 def test_the_command_reports_each_way() -> None:
     command = [sys.executable, str(Path(__file__).with_name("deadlocks.py")), "--programs", "2", "--each", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert all(way in done.stdout for way in simulation.WAYS)
     assert len(done.stdout.splitlines()) == 2 + 8

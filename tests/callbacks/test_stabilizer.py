@@ -130,7 +130,7 @@ def resume_on_two_ranks(rank: Rank, folder: Path, port: int) -> list[torch.Tenso
 
 def test_all_ranks_go_on_from_what_rank_0_restores_or_fail_together(tmp_path: Path) -> None:
     server = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = run_ranks(resume_on_two_ranks, 2, tmp_path, server.port, deadline_s=100)
+    results = run_ranks(resume_on_two_ranks, 2, tmp_path, server.port, deadline_s=200)
     straight = Model()
     fit(straight, trainer(tmp_path, 8))
     for values in results:  # both ranks have the same data, so as one alone

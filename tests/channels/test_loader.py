@@ -193,7 +193,7 @@ print("steps", trainer.global_step)
 def test_it_works_under_lightning(tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="needs lightning")
     done = subprocess.run(
-        [sys.executable, "-c", LIGHTNING], capture_output=True, text=True, timeout=110, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", LIGHTNING], capture_output=True, text=True, timeout=200, cwd=Path(__file__).parents[2]
     )
     assert "steps 5" in done.stdout, done.stderr
 

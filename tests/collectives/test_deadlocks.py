@@ -112,7 +112,7 @@ def run_each(rank: Rank, on_deadlock: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_raise_tells_each_rank_the_whole_circle(world_size: int) -> None:
-    results = run_ranks(run_each, world_size, "raise", store="tcp", deadline_s=100)
+    results = run_ranks(run_each, world_size, "raise", store="tcp", deadline_s=200)
     names = [name for name, (_, n) in PROGRAMS.items() if n == world_size]
     for rank, told in enumerate(results):
         assert list(told) == names
@@ -133,7 +133,7 @@ def test_raise_tells_each_rank_the_whole_circle(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_defer_gives_the_right_values(world_size: int) -> None:
-    for results in run_ranks(run_each, world_size, "defer", store="tcp", deadline_s=100):
+    for results in run_ranks(run_each, world_size, "defer", store="tcp", deadline_s=200):
         assert all(right for right, _ in results.values()), results
         assert all(deferred > 0 for _, deferred in results.values()), results
 
@@ -202,7 +202,7 @@ def read_in_all_ways(rank: Rank) -> list[tuple[str, float, int]]:
 
 
 def test_a_deferred_tensor_is_waited_for_by_whatever_reads_it() -> None:
-    results = run_ranks(read_in_all_ways, 2, store="tcp", deadline_s=100)
+    results = run_ranks(read_in_all_ways, 2, store="tcp", deadline_s=200)
     for found in results:
         assert {name: value for name, value, _ in found} == dict.fromkeys(READERS, 3.0)
     for (name, _, first), (_, _, second) in zip(*results, strict=True):
@@ -427,7 +427,7 @@ def in_order(rank: Rank, steps: int, seed: int) -> dict[str, int]:
 
 def test_slow_and_stopped_ranks_of_an_in_order_program_are_no_deadlock(request: pytest.FixtureRequest) -> None:
     rng = random.Random(request.config.getoption("--seed"))
-    with start_ranks(in_order, 3, 60, rng.random(), store="tcp", deadline_s=100) as ranks:
+    with start_ranks(in_order, 3, 60, rng.random(), store="tcp", deadline_s=200) as ranks:
         for rank in range(3):
             ranks.wait_for(rank, "running")
         for stopped_s in (0.3, 1.5, 0.6):

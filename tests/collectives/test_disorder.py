@@ -19,7 +19,7 @@ def test_random_programs_end_with_the_values_of_the_model(
     seed = 1_000_000 * request.config.getoption("--seed")
     num_programs = 100 if engine == "preemptive" else 40  # gloo takes its time
     env = {"TORCHEXT_DFCCL_ENGINE": engine}
-    results = run_ranks(run_programs, world_size, seed, num_programs, 30.0, backend="dfccl", env=env, deadline_s=100)
+    results = run_ranks(run_programs, world_size, seed, num_programs, 30.0, backend="dfccl", env=env, deadline_s=200)
     assert sum(stats["issued"] for stats in results) > num_programs * world_size
     assert all(stats.get("staged", True) for stats in results)
 
@@ -29,7 +29,7 @@ def test_blocking_programs_end_as_the_model_says(
     world_size: int, on_deadlock: str, request: pytest.FixtureRequest
 ) -> None:
     seed = 1_000_000 * request.config.getoption("--seed")
-    results = run_ranks(run_blocking, world_size, seed, 30, on_deadlock, store="tcp", deadline_s=100)
+    results = run_ranks(run_blocking, world_size, seed, 30, on_deadlock, store="tcp", deadline_s=200)
     assert sum(counts["stuck"] for counts in results) > 0 or on_deadlock == "defer"
     assert sum(counts["deferred"] for counts in results) > 0 or on_deadlock == "raise"
 

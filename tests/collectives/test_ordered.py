@@ -47,7 +47,7 @@ ORDERED = {"TORCHEXT_DFCCL_ENGINE": "ordered"}
 
 @pytest.mark.parametrize("world_size", [2, 4])  # not 3: there, groups are made in two orders, which gloo does not take
 def test_reported_programs_give_the_right_values(world_size: int) -> None:
-    results = run_ranks(run_all, world_size, backend="dfccl", env=ORDERED, deadline_s=90)
+    results = run_ranks(run_all, world_size, backend="dfccl", env=ORDERED, deadline_s=200)
     assert results == [[]] * world_size
 
 
@@ -106,7 +106,7 @@ def more(rank: Rank) -> None:
 
 
 def test_torch_uses_it_as_any_backend() -> None:
-    run_ranks(more, 2, store="tcp", deadline_s=90)
+    run_ranks(more, 2, store="tcp", deadline_s=200)
 
 
 # --- Faults -----------------------------------------------------------------------------------------------------------
@@ -290,7 +290,7 @@ def between_hosts(rank: Rank, namespaces: list[str]) -> tuple[type, str, tuple[i
 
 
 def check_between_hosts(world_size: int, namespaces: list[str]) -> None:
-    with start_ranks(between_hosts, world_size, namespaces, store="file", deadline_s=90) as ranks:
+    with start_ranks(between_hosts, world_size, namespaces, store="file", deadline_s=200) as ranks:
         for rank in range(world_size):
             ranks.wait_for(rank, "running")
         ranks.kill(1, signal.SIGKILL)

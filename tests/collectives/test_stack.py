@@ -32,12 +32,12 @@ def run_all(rank: Rank) -> dict[str, list[Tensor] | str]:
 
 @pytest.fixture(scope="module")
 def over_gloo() -> list[dict[str, list[Tensor] | str]]:
-    return run_ranks(run_all, WORLD_SIZE, backend="gloo", deadline_s=110)
+    return run_ranks(run_all, WORLD_SIZE, backend="gloo", deadline_s=200)
 
 
 @pytest.fixture(scope="module")
 def over_dfccl() -> list[dict[str, list[Tensor] | str]]:
-    return run_ranks(run_all, WORLD_SIZE, backend="dfccl", deadline_s=110)
+    return run_ranks(run_all, WORLD_SIZE, backend="dfccl", deadline_s=200)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -118,6 +118,6 @@ def test_lightning_trains_as_over_gloo() -> None:
     results = {}
     for backend in ("gloo", "dfccl"):
         server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        results[backend] = run_ranks(elastic, 2, backend, server.port, deadline_s=110)
+        results[backend] = run_ranks(elastic, 2, backend, server.port, deadline_s=200)
     for got, expected in zip(results["dfccl"], results["gloo"], strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

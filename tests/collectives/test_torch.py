@@ -69,7 +69,7 @@ def ddp(rank: Rank) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters:UserWarning")
 def test_ddp_trains_as_over_gloo() -> None:
-    run_ranks(ddp, 2, backend="dfccl", deadline_s=90)
+    run_ranks(ddp, 2, backend="dfccl", deadline_s=200)
 
 
 def objects(rank: Rank) -> None:
@@ -277,7 +277,7 @@ def run_programs(rank: Rank, backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["dfccl", "cpu:dfccl"])
 def test_torch_uses_it_as_any_backend(backend: str) -> None:
-    run_ranks(run_programs, 2, backend, store="tcp", deadline_s=90)
+    run_ranks(run_programs, 2, backend, store="tcp", deadline_s=200)
 
 
 def beside_gloo(rank: Rank) -> None:

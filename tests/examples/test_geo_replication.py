@@ -17,7 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "geo_replication.py"
 def test_it_goes_on_without_a_site_and_restores(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--plot", str(tmp_path / "plot.png")]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True, env=env)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True, env=env)
     assert done.stdout.splitlines()[-1] == "restored from what all sites hold: step 200"
     events = ["tokyo is killed", "safe: a majority", "tokyo is back", "safe: all sites"]
     assert [line for line in done.stdout.splitlines() if line in events] == events

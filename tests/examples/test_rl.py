@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def run(example: str, *words: str | Path, timeout_s: float = 110) -> str:
+def run(example: str, *words: str | Path, timeout_s: float = 200) -> str:
     command = [sys.executable, str(EXAMPLES / example), *map(str, words)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
     assert done.returncode == 0, done.stderr

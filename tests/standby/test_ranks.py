@@ -50,16 +50,16 @@ def _train(rank: Rank, address: str | None, mode: Any, die_at: int | None) -> tu
 @pytest.mark.parametrize("mode", ["lag1", pytest.param("rpo0", marks=pytest.mark.slow)])
 def test_both_go_on_from_the_step_that_both_have(standby: Any, mode: str) -> None:
     _, address = standby
-    with start_ranks(_train, 2, None, mode, None, backend="gloo", deadline_s=90) as ranks:
+    with start_ranks(_train, 2, None, mode, None, backend="gloo", deadline_s=200) as ranks:
         reference = ranks.values()
-    with start_ranks(_train, 2, address, mode, 6, backend="gloo", deadline_s=90) as ranks:
+    with start_ranks(_train, 2, address, mode, 6, backend="gloo", deadline_s=200) as ranks:
         outcomes = ranks.wait()
     assert outcomes[1].signal == signal.SIGKILL
     assert outcomes[0].kind == "raised"  # gloo: the peer is gone
     latest = status(address)["jobs"]["job"]["step"]
     assert latest == 5 if mode == "rpo0" else latest in (4, 5)
     assert {fetch(address, "job", rank=rank).step for rank in range(2)} == {latest}
-    with start_ranks(_train, 2, address, mode, None, backend="gloo", deadline_s=90) as ranks:
+    with start_ranks(_train, 2, address, mode, None, backend="gloo", deadline_s=200) as ranks:
         resumed = ranks.values()
     for (_, losses, weights), (start, resumed_losses, resumed_weights) in zip(reference, resumed, strict=True):
         assert start == latest + 1
