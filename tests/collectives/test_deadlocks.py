@@ -133,9 +133,11 @@ def test_raise_tells_each_rank_the_whole_circle(world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_defer_gives_the_right_values(world_size: int) -> None:
-    for results in run_ranks(run_each, world_size, "defer", store="tcp", deadline_s=200):
-        assert all(right for right, _ in results.values()), results
-        assert all(deferred > 0 for _, deferred in results.values()), results
+    results = run_ranks(run_each, world_size, "defer", store="tcp", deadline_s=200)
+    for name in results[0]:
+        assert all(told[name][0] for told in results), name
+        # One rank that goes on may be enough to free the others before they notice the circle.
+        assert sum(told[name][1] for told in results) > 0, name
 
 
 # --- What deferral sees -----------------------------------------------------------------------------------------------
