@@ -64,8 +64,10 @@ def test_slurm_is_found_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert _examine("Slurm").detail == "not on PATH: sbatch"
     _program(tmp_path / "sbatch", "exit 1")
     assert _examine("Slurm").detail == f"slurm 24.05 ({tmp_path})"
-    _program(tmp_path / "sinfo", "exit 1")
-    assert "could not be tried: CalledProcessError" in _examine("Slurm").detail
+    _program(tmp_path / "sinfo", "echo 'sinfo: error: first'; echo 'sinfo: fatal: no configuration' >&2; exit 1")
+    assert _examine("Slurm").detail == "sinfo does not work: fatal: no configuration"
+    _program(tmp_path / "sinfo", "exit 3")
+    assert _examine("Slurm").detail == "sinfo does not work: it ended with status 3"
 
 
 def test_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,6 +213,9 @@ def _slurm() -> str:
         raise Absent(f"not on PATH: {', '.join(missing)}")
     # Answers without asking the cluster; the limit is for a PATH on a network disk that hangs.
     result = subprocess.run(
-        ["sinfo", "--version"], capture_output=True, text=True, timeout=10, check=True, stdin=subprocess.DEVNULL
+        ["sinfo", "--version"], capture_output=True, text=True, timeout=10, check=False, stdin=subprocess.DEVNULL
     )
+    if result.returncode != 0:  # installed, but told of no cluster
+        said = (result.stderr.strip() or f"it ended with status {result.returncode}").splitlines()[-1]
+        raise Absent(f"sinfo does not work: {said.removeprefix('sinfo: ')}")
     return f"{result.stdout.strip()} ({os.path.dirname(shutil.which('sinfo') or '')})"
