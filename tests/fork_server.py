@@ -82,7 +82,7 @@ class Child:
 
 
 class ForkServer:
-    """The server as its users see it; `fork_server` gives the one of this process."""
+    """A server as its users see it; `fork_servers` gives those of this process. Call `wait` before the first start."""
 
     def __init__(self) -> None:
         # A fork keeps this to the eyes of others, whatever its own environment is.
@@ -100,7 +100,10 @@ class ForkServer:
         self._socket = ours
         self._socket.settimeout(_ANSWER_S)
         self._asking = threading.Lock()
-        self._answer()  # it has loaded all
+
+    def wait(self) -> None:
+        """Blocks until it has loaded all."""
+        self._answer()
 
     def start(self, folder: Path, rank: int, environment: Mapping[str, str], pipes: tuple[int, int, int]) -> Child:
         """Starts `main_of_rank`; ``pipes`` are its standard input, its output and errors, and where it announces."""
@@ -137,12 +140,19 @@ class ForkServer:
 
 
 @functools.cache
-def fork_server() -> ForkServer:
-    """The server, started at the first use; it ends with this process."""
-    server = ForkServer()
-    leaks.lasting_processes.add(server.pid)
-    atexit.register(server.close)
-    return server
+def fork_servers() -> tuple[ForkServer, ...]:
+    """The servers, started at the first use; they end with this process.
+
+    There are two, for ranks of even and of odd number, so that not all ranks have the same order of sets: as in new
+    interpreters, what depends on it differs between them.
+    """
+    servers = ForkServer(), ForkServer()
+    for server in servers:
+        leaks.lasting_processes.add(server.pid)
+        atexit.register(server.close)
+    for server in servers:
+        server.wait()
+    return servers
 
 
 # --- In the server -------------------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Literal
 
 from tests import leaks
-from tests.fork_server import ENVIRONMENT, MARKER, fork_server
+from tests.fork_server import ENVIRONMENT, MARKER, fork_servers
 
 if TYPE_CHECKING:  # the server imports it
     import torch.distributed as dist
@@ -166,7 +166,7 @@ class Ranks:
         env: Mapping[str, str],
     ) -> None:
         payload = pickle.dumps((fn, tuple(args)))  # first of all: what cannot be sent is the caller's mistake
-        fork_server()  # so that its start is not a part of the first ranks' time
+        fork_servers()  # so that their start is not a part of the first ranks' time
         self._mark = uuid.uuid4().hex
         self._folder = Path(tempfile.mkdtemp(prefix="torchext-ranks-"))
         self._deadline_s = deadline_s
@@ -318,8 +318,10 @@ class Ranks:
 
     def _left(self) -> set[int]:
         """Live processes that the ranks have started, those that they were forked from not excepted."""
-        forks = fork_server().forks_in_sessions_of(set(self.pids)) if self._processes else set()
-        return forks | leaks.marked_processes(f"{MARKER}={self._mark}")
+        left = leaks.marked_processes(f"{MARKER}={self._mark}")
+        for server in fork_servers():
+            left |= server.forks_in_sessions_of(set(self.pids))
+        return left
 
 
 class _Process:
@@ -334,7 +336,8 @@ class _Process:
         self._events, events_in_rank = os.pipe()
         with open(self._files.output, "wb") as output:
             pipes = commands_in_rank, output.fileno(), events_in_rank
-            self.child = fork_server().start(folder, rank, environment, pipes)
+            servers = fork_servers()
+            self.child = servers[rank % len(servers)].start(folder, rank, environment, pipes)
         os.close(commands_in_rank)
         os.close(events_in_rank)
 

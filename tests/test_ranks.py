@@ -107,6 +107,17 @@ def environment_of(rank: Rank, name: str) -> str | None:
     return os.environ.get(name)
 
 
+def hash_of_a_word(rank: Rank) -> int:
+    return hash("word")
+
+
+def fork_and_exit(rank: Rank) -> int:
+    child = os.fork()
+    if child == 0:
+        threading.Event().wait()
+    return child
+
+
 def read_input(rank: Rank) -> str:
     return sys.stdin.read()
 
@@ -248,6 +259,23 @@ def test_what_a_rank_leaves_running_is_reported_and_killed(
         ended = os.pidfd_open(int((tmp_path / "pid").read_text()))
     assert select.select([ended], [], [], 20)[0], "still running"
     os.close(ended)
+
+
+@linux_only
+def test_a_fork_that_a_rank_leaves_is_reported_and_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.ranks._SURVIVORS_S", 0.2)
+    with start_ranks(fork_and_exit, 1) as ranks:
+        with pytest.raises(RanksError, match="the ranks left processes behind"):
+            ranks.values()
+        (outcome,) = ranks.wait()
+        ended = os.pidfd_open(outcome.value)
+    assert select.select([ended], [], [], 20)[0], "still running"
+    os.close(ended)
+
+
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="PYTHONHASHSEED fixes the order of sets")
+def test_the_order_of_sets_differs_between_ranks() -> None:
+    assert len(set(run_ranks(hash_of_a_word, 2))) == 2
 
 
 def test_leaving_the_block_early_kills_the_ranks() -> None:
