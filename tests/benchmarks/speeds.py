@@ -1,6 +1,7 @@
 """Compare what speed models say of machines with what was measured, and time the one used for placement.
 
     python tests/benchmarks/speeds.py --data DIR [--seeds 10] [--json out.json]
+    python tests/benchmarks/speeds.py --data DIR --held-out [--seeds 10]
     python tests/benchmarks/speeds.py --time [--machines 1000] [--classes 4]
 
 DIR holds pal/*.csv (rutwik-n-jain/blox-pal, MIT) and alibaba_minibatch/*.csv (alibaba/clusterdata, CC BY 4.0).
@@ -11,6 +12,10 @@ the last forty. All models learn their parameters from what is shown, and from n
 class (or job) less their mean and over their sd. RMSE is of hidden cells' means, NLL per cell, coverage of 90 %
 intervals. `node mean` is a mean per node and class, drawn towards the node's and the class's; `plain GP` has a squared
 exponential kernel with one length for each of node, rack, class and time.
+
+What a fit believes of classes beforehand (`classes_sd`) is one number, and it was chosen on such data. --held-out tells
+what that is worth elsewhere: it chooses the number by NLL on one cluster (or on two jobs), from a grid, and shows the
+other one with it, both ways round.
 """
 
 from __future__ import annotations
@@ -140,10 +145,10 @@ def _value_of(cells: Observations, data: Data) -> Tensor:
     return cells.value[[where[key] for key in keys]]
 
 
-def rwgp(longest: int, alike: bool = False) -> Callable[[Data], Predicted]:
+def rwgp(longest: int, alike: bool = False, **options: float) -> Callable[[Data], Predicted]:
     def predict(data: Data) -> Predicted:
         kernel, seen = walk_kernel(data, longest, alike), data.seen
-        fit(kernel, seen, data.now_s, num_steps=_FIT_STEPS)
+        fit(kernel, seen, data.now_s, num_steps=_FIT_STEPS, **options)  # type: ignore[arg-type]
         return predict_by(kernel, data)
 
     return predict
@@ -212,6 +217,9 @@ _WALKS = {
     "RWGP, alike, <= 1": (1, True),
     "RWGP, alike, <= 3": (3, True),
 }
+_CLUSTERS = ("frontera", "longhorn")
+_CLASSES_SDS = (0.05, 0.15, 0.5, 1.5)
+_CHOSEN_WALK = 1
 _AHEAD = 10
 _WINDOW = 40  # steps that a model is given
 
@@ -257,12 +265,39 @@ def compare(folder: Path, num_seeds: int) -> dict[str, dict[str, dict[str, float
     report: dict[str, dict[str, dict[str, float]]] = {}
     contenders: dict[str, Callable[[Data], Predicted]] = {"node mean": node_mean, "plain GP": plain_gp}
     contenders.update({name: rwgp(*how) for name, how in _WALKS.items()})
-    for cluster in ("frontera", "longhorn"):
+    for cluster in _CLUSTERS:
         datas = [pal(folder / "pal", cluster, seed) for seed in range(num_seeds)]
         report[f"PAL {cluster}"] = _compare(f"PAL {cluster}", datas, contenders)
     for number in range(1, 5):
         datas = alibaba(folder / "alibaba_minibatch" / f"job_{number}_norm.csv")
         report[f"Alibaba job {number}"] = _compare(f"Alibaba job {number}", datas, contenders)
+    return report
+
+
+def held_out(folder: Path, num_seeds: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Chooses the sd of the prior about classes on one half of the data, and shows the other."""
+    clusters = [[pal(folder / "pal", cluster, seed) for seed in range(num_seeds)] for cluster in _CLUSTERS]
+    jobs = [alibaba(folder / "alibaba_minibatch" / f"job_{number}_norm.csv") for number in range(1, 5)]
+    halves = {
+        "PAL frontera": (clusters[1], clusters[0]),
+        "PAL longhorn": (clusters[0], clusters[1]),
+        "Alibaba jobs 1, 2": (jobs[2] + jobs[3], jobs[0] + jobs[1]),
+        "Alibaba jobs 3, 4": (jobs[0] + jobs[1], jobs[2] + jobs[3]),
+    }
+    report = {}
+    for where, (seen, hidden) in halves.items():
+        nll = {}
+        for sd in _CLASSES_SDS:
+            predict = rwgp(_CHOSEN_WALK, classes_sd=sd)
+            nll[sd] = statistics.fmean(score(predict(data), data)["nll"] for data in seen)
+        chosen = min(nll, key=lambda sd: nll[sd])
+        print("chosen elsewhere: " + ", ".join(f"{sd:g} ({value:.3f})" for sd, value in nll.items()))
+        contenders = {
+            "node mean": node_mean,
+            "plain GP": plain_gp,
+            f"RWGP, sd {chosen:g}": rwgp(_CHOSEN_WALK, classes_sd=chosen),
+        }
+        report[where] = _compare(where, hidden, contenders)
     return report
 
 
@@ -314,6 +349,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--held-out", action="store_true")
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--machines", type=int, default=1000)
     parser.add_argument("--classes", type=int, default=4)
@@ -324,7 +360,7 @@ def main() -> None:
         report["time"] = time_model(options.machines, options.classes)
         print(report["time"])
     if options.data:
-        report.update(compare(options.data, options.seeds))
+        report.update((held_out if options.held_out else compare)(options.data, options.seeds))
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))
 

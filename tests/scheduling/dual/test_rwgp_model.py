@@ -147,3 +147,40 @@ def test_one_machine_and_one_absurd_measurement_do_no_harm() -> None:
     mean, sd = model.predict("x", 1000.0)
     assert -0.3 < mean[0] < 0.1
     assert 0 < sd[0] < 0.1
+
+
+def test_a_thousand_machines_are_no_approximation() -> None:
+    """Against the closed form on cliques of equal sizes n, where walks of any length are the same up to their scale."""
+    num, num_seen = 1000, 90
+    machines = tuple(Machine(f"m{i}", 8, "old" if i < 500 else "new", f"r{i // 10}") for i in range(num))
+    model = RWGP(Cluster(machines))
+    random = np.random.default_rng(0)
+    of = random.integers(0, 40, num_seen)  # some come again
+    classes = random.integers(0, 2, num_seen)
+    values = random.normal(0, 0.3, num_seen)
+    for machine, job_class, value in zip(of, classes, values, strict=True):
+        model.observe(_seen("xy"[job_class], int(machine), math.exp(value)))
+    near, longer = 0.02, 0.22  # beta_0, and beta_1 + beta_2: of the kernel before its first fit
+    order = list(dict.fromkeys(classes))  # classes are numbered as they come
+    weight = np.stack([np.full(2, math.sqrt(0.5)), 0.05 * np.cos(np.zeros(2))], axis=1)
+    with_class = model._kernel.class_covariance()[0].detach().numpy()
+    assert with_class == pytest.approx(weight @ weight.T + 0.5 * np.eye(2))
+
+    def covariance(one: np.ndarray, other: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        total = 0.0
+        for group, size in ((lambda i: i * 0, 1000), (lambda i: i // 500, 500), (lambda i: i // 10, 10)):
+            together = group(one)[:, None] == group(other)[None, :]
+            total += together * (2 * near * longer / math.sqrt(size) + longer**2)
+            total += near**2 * (one[:, None] == other[None, :])
+        return total * with_class[a[:, None], b[None, :]]
+
+    numbers = np.array([order.index(job_class) for job_class in classes])
+    everywhere, first = np.arange(num), np.zeros(num, dtype=int)
+    gram = covariance(of, of, numbers, numbers) + 0.15**2 * np.eye(num_seen)
+    across = covariance(everywhere, of, first, numbers)
+    mean = across @ np.linalg.solve(gram, values)
+    variance = covariance(everywhere[:1], everywhere[:1], first[:1], first[:1])[0, 0]
+    variance = variance - np.einsum("ij,ji->i", across, np.linalg.solve(gram, across.T))
+    said = model.predict("xy"[order[0]], 1000.0)
+    assert said.mean == pytest.approx(mean, abs=1e-9)
+    assert said.sd**2 == pytest.approx(variance, abs=1e-9)

@@ -27,7 +27,8 @@ _RANK = 2  # of the covariance of classes, beside its diagonal
 _OLDEST = 40.0
 # Of what `fit` believes before it has seen anything. Classes are much alike: one in which all that has been seen of it
 # was regular need not stay so.
-_PRIOR_SDS = {"beta": 1.0, "weight": 0.15, "log_own": 0.15, "log_noise": 2.0, "log_memory": 1.0}
+_PRIOR_SDS = {"beta": 1.0, "log_noise": 2.0, "log_memory": 1.0}
+_CLASSES_SD = 0.05
 
 
 class RWGPError(ValueError):
@@ -249,10 +250,26 @@ def log_likelihood(kernel: WalkKernel, seen: Observations, now_s: float) -> Tens
     return total
 
 
-def fit(kernel: WalkKernel, seen: Observations, now_s: float, *, num_steps: int = 60, step_size: float = 0.1) -> float:
+def fit(
+    kernel: WalkKernel,
+    seen: Observations,
+    now_s: float,
+    *,
+    num_steps: int = 60,
+    step_size: float = 0.1,
+    classes_sd: float = _CLASSES_SD,
+) -> float:
     """Learns the kernel's parameters by marginal likelihood, in place, with weak priors about where they are.
 
     The priors are normal about the present values, of the sds in `_PRIOR_SDS`: what the data do not say stays as it is.
+
+    Args:
+        kernel: Changed in place.
+        seen: At least one observation.
+        now_s: As of when they weigh.
+        num_steps: Of Adam.
+        step_size: Of Adam.
+        classes_sd: Sd of the priors about the covariance of classes.
 
     Returns:
         The best value of log likelihood plus log prior; the parameters are those it was reached with.
@@ -264,12 +281,12 @@ def fit(kernel: WalkKernel, seen: Observations, now_s: float, *, num_steps: int 
         raise RWGPError("to fit the kernel needs observations, all of them finite")
     start = {name: parameter.detach().clone() for name, parameter in kernel.named_parameters()}
     best_value, best = -math.inf, start
+    sds = {"weight": classes_sd, "log_own": classes_sd, **_PRIOR_SDS}
     optimizer = torch.optim.Adam(kernel.parameters(), lr=step_size)
     for _ in range(num_steps):
         optimizer.zero_grad()
         away = sum(
-            ((parameter - start[name]) / _PRIOR_SDS[name]).square().sum()
-            for name, parameter in kernel.named_parameters()
+            ((parameter - start[name]) / sds[name]).square().sum() for name, parameter in kernel.named_parameters()
         )
         value = log_likelihood(kernel, seen, now_s) - 0.5 * away
         if not torch.isfinite(value):
