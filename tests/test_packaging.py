@@ -67,7 +67,7 @@ def test_a_checkout_without_links_installs_the_same_packages(checkout_without_li
     installed = {path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file()}
     wanted = {
         path.relative_to(ROOT)
-        for pattern in ("**/*.py", "**/*.pyi", "**/py.typed")
+        for pattern in ("**/*.py", "**/*.pyi", "**/py.typed", "**/*.safetensors")
         for path in (ROOT / "torchext").glob(pattern)
     }
     wanted |= {Path("torchext", path.relative_to(ROOT)) for path in (ROOT / "callbacks").rglob("*.py")}

@@ -1,16 +1,23 @@
 """Compare learned order and placement with what is not learned, on the same jobs, and time a decision.
 
     python tests/benchmarks/dual.py --trace philly.csv --from 2017-10-16 [--windows 10] [--policy-file FILE]
-    python tests/benchmarks/dual.py --trace philly.csv --from 2017-10-16 --cluster 20x8 --world tables
+    python tests/benchmarks/dual.py --trace philly.csv itp/*.csv --from 2017-10-16 --cluster 20x8 --world tables
+    python tests/benchmarks/dual.py --trace philly.csv --from 2017-10-16 --cluster 20x8 --world tables --preemptive
     python tests/benchmarks/dual.py --trace philly.csv --from 2017-10-16 --fees out.png
     python tests/benchmarks/dual.py --time
 
 Each window is a piece of the trace, thinned at random to the load asked for; in the synthetic world each also has a
-world of its own. All contenders play the same windows. The table gives the mean JCT, its 99th percentile, and the
-difference of the mean JCT to the reference contender's, window by window, in per cent, with a 95 % interval of its mean
-(Student's t). `oracle` is told true speeds, `sjf` true durations. With --policy-file, agents from torchext train-policy
-take part, and what is left of them without one part or the other. --fees draws cost against JCT as prices count more.
---time: 10,000 waiting jobs, 1,000 machines; CPU time of one process.
+world of its own. All contenders play the same windows, taught by the jobs that ended before. The table gives the mean
+JCT, its 99th percentile and that of the slowdown, and the differences of the first and the last to the reference
+contender's, window by window, in per cent, with a 95 % interval of their mean (Student's t). Those marked * are told
+what no scheduler knows: `oracle` true speeds, `sjf` and `srsf` true durations. `patient` waits for machines that are
+fast for the job, as untrained agents do. Agents are those that come with torchext, or those of --policy-file, whole and
+without one part or the other. A trace that has no jobs in the time asked for is used whole, as those of ITP are, whose
+dates are not known.
+
+--preemptive: jobs may be stopped, and saving and loading takes a minute each; the reference is the better of las and
+qssf. --fees draws cost against JCT as prices count more. --time: 10,000 waiting jobs, 1,000 machines; CPU time of one
+process.
 """
 
 from __future__ import annotations
@@ -29,10 +36,13 @@ import torch
 from scipy import stats
 
 from torchext.scheduling import (
+    LAS,
     QSSF,
     SJF,
+    SRSF,
     Cluster,
     ClusterState,
+    Costs,
     Job,
     Placement,
     Policy,
@@ -45,10 +55,10 @@ from torchext.scheduling import (
     synthetic,
     teach,
 )
-from torchext.scheduling.dual.heuristic import SpeedLearner, by_machine_mean, by_type_mean
+from torchext.scheduling.dual.heuristic import SpeedLearner, by_machine_mean, by_rwgp, by_type_mean
 from torchext.scheduling.dual.networks import Agents
 from torchext.scheduling.dual.placing import Advantage
-from torchext.scheduling.dual.policy import Dual
+from torchext.scheduling.dual.policy import Dual, PreemptiveDual
 from torchext.scheduling.dual.policy_file import load_policy
 from torchext.scheduling.dual.rollout import Episode, draw_episode
 from torchext.scheduling.dual.rwgp_model import RWGP
@@ -99,12 +109,44 @@ def oracle(episode: Episode) -> Policy:
     return SpeedLearner(lambda cluster: Advantage(_Truth(world)))
 
 
+class _Sure:
+    """A process that does not tell how sure it is."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._model = RWGP(cluster)
+
+    def observe(self, observation: Observation) -> None:
+        self._model.observe(observation)
+
+    def predict(self, job_class: str, now_s: float) -> Prediction:
+        mean, sd = self._model.predict(job_class, now_s)
+        return Prediction(mean, np.zeros_like(sd))
+
+
 def dual(agents: Agents, **options: object) -> Make:
     return lambda episode: Dual(agents, budget_s=math.inf, **options)  # type: ignore[arg-type]
 
 
-def contenders(is_synthetic: bool, policy_file: Path | None) -> tuple[str, dict[str, Make]]:
-    """Returns the name of the reference, and all."""
+def untrained(placing: Callable[[Cluster], Advantage]) -> Make:
+    return dual(Agents(), order_learned=False, placement_learned=False, placing=placing)
+
+
+def durations_s(episode: Episode) -> dict[str, float]:
+    return {r.job.id: r.duration_s for r in episode.jobs}
+
+
+def contenders(options: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, Make]]:
+    """Returns the names of the references, and all."""
+    agents = load_policy(options.policy_file)
+    is_synthetic = options.world == "synthetic"
+    if options.preemptive:
+        return ("las", "qssf"), {
+            "qssf": lambda episode: QSSF(),
+            "las": lambda episode: LAS(),
+            "srsf*": lambda episode: SRSF(durations_s(episode)),
+            "untrained, preemptive": lambda episode: PreemptiveDual(Agents(), budget_s=math.inf),
+            "dual, preemptive": lambda episode: PreemptiveDual(agents, budget_s=math.inf),
+        }
     if is_synthetic:
         reference = "machine mean, comparative"
         chosen: dict[str, Make] = {
@@ -114,58 +156,64 @@ def contenders(is_synthetic: bool, policy_file: Path | None) -> tuple[str, dict[
             "machine mean": placing(lambda c: Advantage(MeanModel(c, per_machine=True), 0.0)),
             reference: placing(by_machine_mean),
             "RWGP": placing(lambda c: Advantage(RWGP(c), 0.0, 0.5)),
-            "RWGP, comparative": placing(lambda c: Advantage(RWGP(c), optimism=0.5)),
+            "RWGP, comparative": placing(by_rwgp),
             "RWGP, without its sd": placing(lambda c: Advantage(RWGP(c))),
-            "oracle, comparative": oracle,
+            "oracle*, comparative": lambda episode: oracle(episode),
+            "machine mean, patient": untrained(by_machine_mean),
+            "RWGP, patient": untrained(by_rwgp),
         }
     else:
         reference = "qssf"
         chosen = {
             "qssf": lambda episode: QSSF(),
-            "sjf": lambda episode: SJF({r.job.id: r.duration_s for r in episode.jobs}),
+            "sjf*": lambda episode: SJF(durations_s(episode)),
+            "dual, untrained": untrained(by_rwgp),
         }
-    if policy_file is not None:
-        agents = load_policy(policy_file)
-        chosen.update(
-            {
-                "dual": dual(agents),
-                "dual, order alone": dual(agents, placement_learned=False),
-                "dual, placement alone": dual(agents, order_learned=False),
-                "dual, no communication": dual(agents, communicate=False),
-            }
-        )
-        if is_synthetic:
-            chosen["dual, no RWGP"] = dual(agents, placing=by_machine_mean)
-            chosen["dual, no sd"] = dual(agents, placing=lambda c: Advantage(RWGP(c)))
-    return reference, chosen
+    chosen["dual"] = dual(agents)
+    if is_synthetic:
+        chosen["dual, order alone"] = dual(agents, placement_learned=False)
+        chosen["dual, placement alone"] = dual(agents, order_learned=False)
+        chosen["dual, no RWGP"] = dual(agents, placing=by_machine_mean)
+        chosen["dual, no sd"] = dual(agents, placing=lambda c: Advantage(_Sure(c)))
+    chosen["dual, no communication"] = dual(agents, communicate=False)
+    return (reference,), chosen
 
 
-def play(episode: Episode, policy: Policy) -> Result:
+def play(episode: Episode, policy: Policy, costs: Costs | None = None) -> Result:
     begin_s = episode.jobs[0].job.submit_s
     teach(policy, episode.earlier, begin_s)
     world = None
     if episode.world_seed is not None:
         world = synthetic.SyntheticWorld(episode.cluster, episode.world_seed, begin_s)
-    return simulate(episode.jobs, episode.cluster, policy, world=world)
+    return simulate(episode.jobs, episode.cluster, policy, world=world, costs=costs)
 
 
-def compare(episodes: list[Episode], reference: str, chosen: dict[str, Make]) -> dict[str, dict[str, list[float]]]:
+def compare(
+    episodes: list[Episode], references: tuple[str, ...], chosen: dict[str, Make], costs: Costs | None
+) -> dict[str, dict[str, list[float]]]:
     report: dict[str, dict[str, list[float]]] = {}
     for episode in episodes:
         for name, make in chosen.items():
-            summary = summarize(play(episode, make(episode)))
+            summary = summarize(play(episode, make(episode), costs))
             row = report.setdefault(name, {"jct_h": [], "p99_h": [], "p99_slowdown": []})
             row["jct_h"].append(summary["jct_s"]["mean"] / 3600)
             row["p99_h"].append(summary["jct_s"]["p99"] / 3600)
             row["p99_slowdown"].append(summary["slowdown"]["p99"])
-    print(f"{'':26} {'JCT h':>7} {'p99 h':>7} {'p99 slowdown':>13}   JCT against {reference}")
+    reference = min(references, key=lambda name: statistics.fmean(report[name]["jct_h"]))
+    print(f"{'':26} {'JCT h':>7} {'p99 h':>7} {'p99 slowdown':>13}   JCT against {reference:25} p99 slowdown")
     for name, row in report.items():
-        pairs = zip(row["jct_h"], report[reference]["jct_h"], strict=True)
-        low, middle, high = interval([100 * (ours / theirs - 1) for ours, theirs in pairs])
         means = [statistics.fmean(row[key]) for key in ("jct_h", "p99_h", "p99_slowdown")]
-        against = "" if name == reference else f"{middle:+6.1f} %  ({low:+.1f} to {high:+.1f})"
-        print(f"{name:26} {means[0]:7.2f} {means[1]:7.1f} {means[2]:13.0f}   {against}")
+        others = report[reference]
+        against = "   ".join(difference(row[key], others[key]) for key in ("jct_h", "p99_slowdown"))
+        against = "" if name == reference else against
+        print(f"{name:26} {means[0]:7.2f} {means[1]:7.1f} {means[2]:13.1f}   {against}")
     return report
+
+
+def difference(ours: list[float], theirs: list[float]) -> str:
+    """Mean difference in per cent, window by window, and its 95 % interval."""
+    low, mean, high = interval([100 * (mine / other - 1) for mine, other in zip(ours, theirs, strict=True)])
+    return f"{mean:+6.1f} %  ({low:+.1f} to {high:+.1f})"
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
@@ -218,18 +266,41 @@ def time_decision(rounds: int = 21) -> dict[str, float]:
     return {"p10": spent_ms[len(spent_ms) // 10], "median": statistics.median(spent_ms)}
 
 
+def draw(path: Path, options: argparse.Namespace) -> list[Episode]:
+    everything = read_trace(path)
+    is_synthetic = options.world == "synthetic"
+    if is_synthetic:
+        everything = synthetic.classify(everything, options.seed)
+    trace = [r for r in everything if options.begin_s <= r.job.submit_s < options.end_s] or everything
+    earlier = [r for r in everything if r.job.submit_s < trace[0].job.submit_s]
+    return [
+        draw_episode(
+            trace,
+            options.cluster,
+            np.random.default_rng([options.seed, window]),
+            num_jobs=options.jobs,
+            load=options.load,
+            is_synthetic=is_synthetic,
+            earlier=earlier,
+        )
+        for window in range(options.windows)
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--trace", type=Path, nargs="+", default=[])
     parser.add_argument("--from", dest="begin_s", type=parse_time, default=-math.inf)
     parser.add_argument("--to", dest="end_s", type=parse_time, default=math.inf)
     parser.add_argument("--cluster", type=parse_cluster, default="synthetic:15")
     parser.add_argument("--world", choices=("synthetic", "tables"), default="synthetic")
+    parser.add_argument("--preemptive", action="store_true")
     parser.add_argument("--windows", type=int, default=10)
     parser.add_argument("--jobs", type=int, default=600)
     parser.add_argument("--load", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--policy-file", type=Path)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these contenders, and the reference")
     parser.add_argument("--fees", type=Path)
     parser.add_argument("--time", action="store_true")
     parser.add_argument("--json", type=Path)
@@ -239,26 +310,16 @@ def main() -> None:
     if options.time:
         report["decision_ms"] = time_decision()
         print(report)
-    if options.trace:
-        is_synthetic = options.world == "synthetic"
-        trace = [r for r in read_trace(options.trace) if options.begin_s <= r.job.submit_s < options.end_s]
-        if is_synthetic:
-            trace = synthetic.classify(trace, options.seed)
-        episodes = [
-            draw_episode(
-                trace,
-                options.cluster,
-                np.random.default_rng([options.seed, window]),
-                num_jobs=options.jobs,
-                load=options.load,
-                is_synthetic=is_synthetic,
-            )
-            for window in range(options.windows)
-        ]
+    for path in options.trace:
+        episodes = draw(path, options)
         if options.fees:
             report["fees"] = draw_fees(episodes, options.fees)
-        else:
-            report["windows"] = compare(episodes, *contenders(is_synthetic, options.policy_file))
+            continue
+        print(f"\n{path.name}: {options.windows} windows of about {options.jobs} jobs, load {options.load:g}")
+        references, chosen = contenders(options)
+        if options.only:
+            chosen = {name: make for name, make in chosen.items() if name in references or name in options.only}
+        report[path.name] = compare(episodes, references, chosen, Costs(60.0, 60.0) if options.preemptive else None)
     if options.json:
         options.json.write_text(json.dumps(report, indent=2))
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from torchext.scheduling import ClusterState, Job, Placement, RecordedJob, synthetic
+from torchext.scheduling import Cluster, ClusterState, Job, Placement, RecordedJob, synthetic
 
 _START_S = 1.5e9
 
@@ -91,4 +91,5 @@ def test_the_cluster_tells_prices_and_contention_but_no_speeds() -> None:
     assert cluster.speed("a3c", "k80") == 1.0
     assert cluster.contention_of("a3c") == synthetic.CONTENTION["a3c"]
     expected = np.mean([speed for table in synthetic.SPEEDS.values() for speed in table.values()])
-    assert synthetic.mean_speed(9) == pytest.approx(expected)
+    assert synthetic.mean_speed(cluster) == pytest.approx(expected)
+    assert synthetic.mean_speed(Cluster.uniform(2, 8)) == 1.0

@@ -15,7 +15,7 @@ from torchext.scheduling import synthetic
 from torchext.scheduling.cluster_file import parse_cluster
 from torchext.scheduling.metrics import summarize
 from torchext.scheduling.placements import Rule, TypeAware, comparative_advantage, fastest_type, packed, spread
-from torchext.scheduling.policies import ORACLES, POLICIES, make_policy
+from torchext.scheduling.policies import LEARNED, ORACLES, POLICIES, make_policy
 from torchext.scheduling.simulator import Costs, Outage, RecordedJob, Result, random_outages, simulate, teach
 from torchext.scheduling.traces import parse_time, read_trace
 from torchext.scheduling.types import Cluster, SchedulingError
@@ -162,7 +162,7 @@ def _arguments() -> argparse.ArgumentParser:
         "duration; util: share of all GPU-hours held, from the first submission to the last end. Jobs that ended "
         "before --from teach the policies that forecast.",
     )
-    names = ", ".join([*POLICIES, "dual"])
+    names = ", ".join([*POLICIES, *LEARNED])
     oracles = ", ".join(ORACLES)
     parser.add_argument("--trace", required=True, metavar="FILE", help="recorded jobs: Philly, ITP or plain CSV")
     parser.add_argument("--cluster", required=True, metavar="FILE|NxG", help="cluster.toml, or N machines with G GPUs")
@@ -176,7 +176,9 @@ def _arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--policy", required=True, type=_names, metavar="NAME,...", help=f"{names}; told true durations: {oracles}"
     )
-    parser.add_argument("--policy-file", metavar="FILE", help="agents for dual, from torchext train-policy")
+    parser.add_argument(
+        "--policy-file", metavar="FILE", help="agents for dual, from torchext train-policy (default: torchext's own)"
+    )
     parser.add_argument("--placement", choices=_PLACEMENTS, help="where jobs go (default: the policy's own, or packed)")
     parser.add_argument(
         "--from", dest="begin_s", type=_time, default=-math.inf, metavar="TIME", help="date or seconds: no earlier jobs"
@@ -200,7 +202,7 @@ def _arguments() -> argparse.ArgumentParser:
 
 def _names(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
-    known = [*POLICIES, "dual", *ORACLES]
+    known = [*POLICIES, *LEARNED, *ORACLES]
     for name in names:
         if name not in known:
             raise argparse.ArgumentTypeError(f"there is no policy {name!r}; choose from {', '.join(known)}")

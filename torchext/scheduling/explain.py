@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torchext.scheduling.placements import packed
 from torchext.scheduling.scheduler import Scheduler
 from torchext.scheduling.state import ClusterState
 from torchext.scheduling.types import Explains, Job, Placement, Start
@@ -107,6 +108,8 @@ def _explain_wait(score: float, job: Job, scheduler: Scheduler) -> str:
     placement: Placement | None = scheduler.policy.place(job, state)
     if placement is not None:
         return "would fit, but must not pass the jobs before it"
+    if packed(job, state) is not None:
+        return "would fit, but the policy keeps the machines that are free for later, or for another job"
     if scheduler.policy.place(job, ClusterState(state.cluster)) is None:
         cap = job.max_price_per_gpu_hour
         price = "" if cap is None else f" at no more than {cap:g} per GPU and hour"

@@ -96,10 +96,14 @@ def classify(trace: Iterable[RecordedJob], seed: int) -> list[RecordedJob]:
     return classified
 
 
-def mean_speed(num_machines: int) -> float:
-    """Averages the speed of `make_cluster`'s machines over classes; the cluster is as large as so many of speed 1."""
-    kinds = [machine.type for machine in make_cluster(num_machines).machines]
-    return float(np.mean([table[kind] for table in SPEEDS.values() for kind in kinds]))
+def mean_speed(cluster: Cluster) -> float:
+    """Averages the speed of a cluster's machines over classes; it is as large as so many machines of speed 1."""
+    speeds = [
+        table.get(machine.type) or cluster.speed(job_class, machine.type)
+        for job_class, table in SPEEDS.items()
+        for machine in cluster.machines
+    ]
+    return float(np.mean(speeds))
 
 
 @dataclass(eq=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchext.scheduling.dual.features import CLUSTER_FEATURES, JOB_FEATURES
-from torchext.scheduling.dual.networks import MACHINE_FEATURES, Agents, OrderingAgent, log_choice
+from torchext.scheduling.dual.networks import HOLD_FEATURES, MACHINE_FEATURES, Agents, OrderingAgent, log_choice
 
 
 def _agents(seed: int = 0) -> Agents:
@@ -76,7 +76,9 @@ def test_every_part_learns_once_the_last_layers_have_moved() -> None:
     agents = _agents().train()
     said = agents.ordering(_jobs(6), _CLUSTER)
     placed = agents.placement(torch.randn(4, len(MACHINE_FEATURES)), _jobs(1)[0], said.token)
-    (said.logits.square().sum() + said.wait + said.value + placed.square().sum()).backward()
+    declined = agents.placement.decline(torch.randn(len(HOLD_FEATURES)), _jobs(1)[0], said.token)
+    heard = said.logits.square().sum() + said.forecast.square().sum() + said.wait + said.value
+    (heard + placed.square().sum() + declined).backward()
     for name, parameter in agents.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name

@@ -171,3 +171,45 @@ class _Silent(MeanModel):
 
     def observe(self, observation: Observation) -> None:
         pass
+
+
+def test_what_is_lost_by_starting_now_is_told_against_what_may_be_hoped_for() -> None:
+    model = _Told({"x": [-2.0, -1.0, 0.0, 0.5]})
+    state = ClusterState(_cluster())
+    state.now_s = 1800.0
+    advantage = Advantage(model)
+    job = Job("j", 0.0, 4, job_class="x")
+    # The three quarter quantile of four machines, rounded down, is the third from below.
+    assert advantage.lost(job, state) == 0.0
+    state.start(Job("a", 0.0, 1), Placement(((3, 1),)))
+    state.start(Job("b", 0.0, 1), Placement(((2, 1),)))
+    assert advantage.lost(job, state) == pytest.approx(1.0)
+    assert advantage.lost(Job("gang", 0.0, 8, job_class="x"), state) == pytest.approx(2.0)  # its slowest machine
+    assert advantage.lost(Job("too large", 0.0, 12, job_class="x"), state) == 0.0
+    assert advantage.lost(Job("small", 0.0, 3, job_class="x"), state) == 0.0
+    features = advantage.hold_features(job, state, forecast_h=2.0)
+    assert features is not None
+    cost_h = 2.0 * (math.e - 1.0)
+    waited_h = 0.5 + 300 / 3600
+    urge = min(1.0 + math.log(0.4), math.log(3.0 * cost_h / waited_h))
+    assert features.tolist() == pytest.approx([urge, 1.0, math.log(cost_h), math.log(waited_h)], rel=1e-6)
+    # It has waited for three times as long as it would lose: enough.
+    state.now_s = 3600.0 * (3 * cost_h + 0.01)
+    late = advantage.hold_features(job, state, forecast_h=2.0)
+    assert late is not None
+    assert late[0] < 0
+    assert advantage.hold_features(Job("small", 0.0, 3, job_class="x"), state, forecast_h=2.0) is None
+
+
+def test_nobody_waits_for_a_machine_beyond_its_price() -> None:
+    machines = (
+        Machine("slow", 1, price_per_gpu_hour=1.0),
+        Machine("fast", 1, price_per_gpu_hour=9.0),
+        Machine("other", 1, price_per_gpu_hour=9.0),
+    )
+    state = ClusterState(Cluster(machines))
+    for index in (1, 2):
+        state.start(Job(f"r{index}", 0.0, 1), Placement(((index, 1),)))
+    advantage = Advantage(_Told({"x": [0.0, 3.0, 3.0]}))
+    assert advantage.lost(Job("j", 0.0, 1, job_class="x"), state) == pytest.approx(3.0)
+    assert advantage.lost(Job("j", 0.0, 1, job_class="x", max_price_per_gpu_hour=2.0), state) == 0.0

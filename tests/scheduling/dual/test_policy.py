@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torchext.scheduling import (
     Cluster,
     ClusterState,
+    Costs,
     Job,
     Machine,
     Outage,
@@ -23,10 +25,12 @@ from torchext.scheduling import (
     make_policy,
     plan,
     simulate,
+    summarize,
 )
+from torchext.scheduling.dual import policy_file
 from torchext.scheduling.dual.features import JobFeatures
 from torchext.scheduling.dual.networks import Agents
-from torchext.scheduling.dual.policy import Dual
+from torchext.scheduling.dual.policy import Dual, PreemptiveDual
 from torchext.scheduling.dual.policy_file import load_policy, save_policy
 
 _HOUR_S = 3600.0
@@ -70,7 +74,10 @@ def test_untrained_agents_decide_as_the_heuristic() -> None:
     ("spoil", "reason"),
     [
         (lambda a: a.ordering.log_scale.fill_(math.nan), "not finite"),
-        (lambda a: a.placement.log_scale.fill_(math.nan), "the placement agent failed: its scores are not finite"),
+        (
+            lambda a: a.placement.log_scale.fill_(math.nan),
+            "failed: the placement agent's scores are not finite",
+        ),
         (lambda a: (a.seen_mean.fill_(100.0), a.seen_limit.fill_(1.0)), "far from training"),
     ],
 )
@@ -280,12 +287,137 @@ def test_files_that_are_no_policies_are_refused(tmp_path: Path) -> None:
         load_policy(tmp_path / "none")
 
 
-def test_without_agents_it_says_how_to_get_them() -> None:
-    with pytest.raises(SchedulingError, match="make them with torchext train-policy"):
-        make_policy("dual")
+def test_the_agents_that_come_with_torchext_are_trained_and_say_how() -> None:
+    safetensors = pytest.importorskip("safetensors")
+    with safetensors.safe_open(policy_file._SHIPPED, "np") as file:
+        assert file.metadata()["command"].startswith("torchext train-policy --trace")
+    policy = make_policy("dual", budget_s=math.inf)
+    assert isinstance(policy, Dual)
+    assert torch.isfinite(policy.agents.seen_limit)
+    trace = _trace()
+    assert _runs(policy, trace, Cluster.uniform(3, 4)) != _runs(_heuristic(), trace)
+    assert policy.num_fallbacks < 10  # such a cluster is nothing strange
 
 
 def test_without_safetensors_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"pip install 'torchext\[policy\]'"):
         load_policy(tmp_path / "policy.safetensors")
+
+
+def _preemptive(**options: object) -> PreemptiveDual:
+    return PreemptiveDual(Agents(), budget_s=math.inf, **options)  # type: ignore[arg-type]
+
+
+def test_where_jobs_may_be_stopped_a_long_one_makes_room_for_a_short_one() -> None:
+    trace = [
+        RecordedJob(Job("long", 0.0, 4, estimate_s=50_000.0), 50_000.0),
+        RecordedJob(Job("short", 1000.0, 4, estimate_s=300.0), 300.0),
+        RecordedJob(Job("alike", 1500.0, 4, estimate_s=40_000.0), 40_000.0),
+    ]
+    result = simulate(trace, Cluster.uniform(1, 4), _preemptive(), costs=Costs(checkpoint_s=10.0, restart_s=20.0))
+    runs = [(result.jobs[run.job].job.id, run.start_s, run.end_s, run.outcome) for run in result.runs]
+    assert runs == [
+        ("long", 0.0, 1000.0, "displaced"),
+        ("short", 1000.0, 1310.0, "finished"),
+        ("long", 1310.0, 50_330.0, "finished"),  # has little less left than the third, which is no reason to stop it
+        ("alike", 50_330.0, 90_330.0, "finished"),
+    ]
+
+
+def test_a_job_that_has_outrun_its_forecast_is_stopped_for_shorter_ones() -> None:
+    trace = [
+        RecordedJob(Job("overlong", 0.0, 4, estimate_s=600.0), 50_000.0),
+        RecordedJob(Job("short", 20_000.0, 4, estimate_s=1200.0), 900.0),
+    ]
+    result = simulate(trace, Cluster.uniform(1, 4), _preemptive())
+    assert result.start_s.tolist() == [0.0, 20_000.0]
+    assert [run.outcome for run in result.runs] == ["displaced", "finished", "finished"]
+
+
+def test_no_job_is_stopped_for_ever() -> None:
+    short = [RecordedJob(Job(f"s{i}", 100.0 * i, 4, estimate_s=90.0), 100.0) for i in range(2000)]
+    long = RecordedJob(Job("long", 50.0, 4, estimate_s=5000.0), 5000.0)
+    result = simulate([*short, long], Cluster.uniform(1, 4), _preemptive(patience_s=20_000.0))
+    finish_s = result.finish_s[[r.job.id for r in result.jobs].index("long")]
+    assert finish_s <= 50.0 + 20_000.0 + 5000.0 + 100.0
+
+
+def test_stopping_pays_when_short_jobs_come_behind_long_ones() -> None:
+    trace = [replace(r, job=replace(r.job, estimate_s=r.duration_s)) for r in _trace(3, 300)]
+    jct_s = [
+        summarize(simulate(trace, Cluster.uniform(2, 4), policy, costs=Costs(10.0, 10.0)))["jct_s"]["mean"]
+        for policy in (_preemptive(), Dual(Agents(), budget_s=math.inf))
+    ]
+    assert jct_s[0] < jct_s[1]
+
+
+def test_what_is_left_of_a_job_is_what_was_forecast_less_what_is_done() -> None:
+    features, state = JobFeatures(), ClusterState(Cluster.uniform(1, 4))
+    jobs = [Job(f"j{i}", 0.0, 2, f"t{i}", estimate_s=10_000.0) for i in range(4)]
+    for job, work_s in zip(jobs, (0.0, 4000.0, 6000.0, 30_000.0), strict=True):
+        state.recall(job, 2 * work_s, work_s)
+    left_s = np.exp(features.describe(jobs, state)[:, :2]) * 3600.0
+    # Jobs may run for long beyond their forecasts: as long again as they have, at least.
+    assert left_s[:, 1] == pytest.approx([10_000.0, 6000.0, 6000.0, 30_000.0], rel=1e-5)
+    assert left_s[:, 0] == pytest.approx(2 * left_s[:, 1], rel=1e-5)
+
+
+def test_running_jobs_tell_about_those_alike() -> None:
+    features, state = JobFeatures(), ClusterState(Cluster.uniform(2, 4))
+    for i in range(3):
+        state.start(Job(f"r{i}", 0.0, 1, "t"), Placement(((0, 1),)))
+    state.now_s = 36_000.0
+    alike, other, larger = Job("a", 36_000.0, 1, "t"), Job("b", 36_000.0, 1, "u"), Job("c", 36_000.0, 2, "t")
+    hours = np.exp(features.describe([alike, other, larger], state)[:, 1])
+    # Three that have run for 10 h and are taken to be half way, against a prior of 1 h that counts as five.
+    assert hours == pytest.approx([math.exp((3 * math.log(20.0) + 5 * 0.0) / 8), 1.0, 1.0], rel=1e-5)
+
+
+class _ByType:
+    """Old machines have a fifth of the speed."""
+
+    contended = False
+
+    def speed(self, job: Job, placement: Placement, state: ClusterState) -> float:
+        return min(0.2 if state.cluster.machines[index].type == "old" else 1.0 for index, _ in placement.gpus)
+
+
+def _old_and_new() -> Cluster:
+    machines = [Machine(f"m{i}", 4, "old" if i == 0 else "new") for i in range(4)]
+    return Cluster(tuple(machines), {"old": {"default": 0.2}})
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_a_long_job_waits_for_a_machine_that_is_fast_for_it_and_a_short_one_does_not(learned: bool) -> None:
+    busy = [RecordedJob(Job(f"busy{i}", 0.0, 4), 2000.0) for i in range(3)]
+    long = RecordedJob(Job("long", 10.0, 4, estimate_s=20_000.0), 20_000.0)
+    short = RecordedJob(Job("short", 20.0, 4, estimate_s=10.0), 10.0)
+    policy = Dual(Agents(), order_learned=learned, placement_learned=learned, budget_s=math.inf)
+    result = simulate([*busy, long, short], _old_and_new(), policy, world=_ByType())
+    where = {result.jobs[run.job].job.id: (run.placement.gpus[0][0], run.start_s) for run in result.runs}
+    assert where["short"] == (0, 20.0)
+    assert where["long"][0] > 0
+    assert where["long"][1] == 2000.0
+
+
+def test_the_plan_tells_who_waits_for_better_machines() -> None:
+    scheduler = Scheduler(Dual(Agents(), patience_s=9000.0), ClusterState(_old_and_new()))
+    for i in range(3):
+        scheduler.submit(Job(f"busy{i}", 0.0, 4))
+    assert len(scheduler.decide()) == 3
+    scheduler.submit(Job("long", 0.0, 4, estimate_s=20_000.0))
+    (wait,) = plan(scheduler).waits
+    assert wait.reason == "would fit, but the policy keeps the machines that are free for later, or for another job"
+    assert wait.why.endswith("order by the agents; waits for better machines, as those free have 0.2 of their speed")
+    assert scheduler.decide() == []
+    scheduler.state.now_s = 9001.0  # beyond its patience, anything is good enough
+    assert [start.placement.gpus for start in scheduler.decide()] == [((0, 4),)]
+
+
+def test_nothing_waits_for_better_machines_when_nothing_runs() -> None:
+    scheduler = Scheduler(Dual(Agents()), ClusterState(_old_and_new()))
+    for machine in (1, 2, 3):
+        scheduler.close(machine)
+    scheduler.submit(Job("long", 0.0, 4, estimate_s=20_000.0))
+    assert [start.placement.gpus for start in scheduler.decide()] == [((0, 4),)]

@@ -13,15 +13,20 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 import torchext
 from torchext.scheduling import synthetic
 from torchext.scheduling.cluster_file import parse_cluster
 from torchext.scheduling.dual.policy_file import require_safetensors, save_policy
-from torchext.scheduling.dual.train import Options, Training, run
+from torchext.scheduling.dual.rollout import Episode, draw_episode
+from torchext.scheduling.dual.train import Options, Training, Validation, run
+from torchext.scheduling.simulator import RecordedJob
 from torchext.scheduling.traces import parse_time, read_trace
-from torchext.scheduling.types import SchedulingError
+from torchext.scheduling.types import Cluster, SchedulingError
+
+_VALIDATED = 4  # episodes of each trace on each cluster
 
 _Report = Callable[[int, dict[str, float]], None]
 
@@ -41,14 +46,16 @@ def _train(options: argparse.Namespace, command: list[str]) -> None:
     if not options.out.parent.is_dir():
         raise SchedulingError(f"--out: there is no folder {str(options.out.parent)!r} to write {options.out.name} into")
     require_safetensors()
-    cluster = parse_cluster(options.cluster)
-    trace = [r for path in options.trace for r in read_trace(path)]
-    trace = [r for r in trace if options.begin_s <= r.job.submit_s < options.end_s]
+    clusters = [parse_cluster(name) for name in options.cluster]
     is_synthetic = options.world == "synthetic"
+    recorded = [read_trace(path) for path in options.trace]
     if is_synthetic:
-        trace = synthetic.classify(trace, options.seed)
+        recorded = [synthetic.classify(trace, options.seed) for trace in recorded]
+    traces = [[r for r in trace if options.begin_s <= r.job.submit_s < options.end_s] for trace in recorded]
     given = {field.name: getattr(options, field.name) for field in fields(Options) if hasattr(options, field.name)}
-    training = Training(trace, cluster, is_synthetic=is_synthetic, options=Options(**given))
+    training = Training(traces, clusters, is_synthetic=is_synthetic, options=Options(**given))
+    episodes = _validation(options, recorded, clusters, is_synthetic)
+    validation = Validation(episodes, training.options) if episodes else None
     checkpoint = options.out.with_name(options.out.name + ".checkpoint")
     if options.resume:
         training.resume(checkpoint)
@@ -57,12 +64,51 @@ def _train(options: argparse.Namespace, command: list[str]) -> None:
     torch.set_num_threads(1)  # matrices are small, and more threads would make results depend on their number
     report, close = _reports(options.log_dir)
     try:
-        agents = run(training, checkpoint=checkpoint, every=options.checkpoint_every, report=report)
+        agents = run(
+            training,
+            checkpoint=checkpoint,
+            every=options.checkpoint_every,
+            validation=validation,
+            report=report,
+        )
     finally:
         close()
     made_by = {"command": shlex.join(command), "torchext": torchext.__version__, "torch": torch.__version__}
     save_policy(options.out, agents, made_by)
     print(f"{options.out}: try it with torchext simulate --policy dual --policy-file {options.out}")
+
+
+def _validation(
+    options: argparse.Namespace, recorded: list[list[RecordedJob]], clusters: list[Cluster], is_synthetic: bool
+) -> list[Episode]:
+    """Draws the episodes that decide which agents are kept: of the traces that have jobs in that time."""
+    begin_s, end_s = options.validate_from, options.validate_to
+    if begin_s is None:
+        return []
+    cut = [
+        (
+            [r for r in trace if r.job.submit_s < begin_s],
+            [r for r in trace if begin_s <= r.job.submit_s < end_s],
+        )
+        for trace in recorded
+    ]
+    cut = [(earlier, trace) for earlier, trace in cut if len(trace) > 1]
+    if not cut:
+        raise SchedulingError("--validate-from, --validate-to: no trace has two jobs of that time")
+    return [
+        draw_episode(
+            trace,
+            cluster,
+            np.random.default_rng([options.seed, number, 1]),
+            num_jobs=options.jobs,
+            load=options.last_load,
+            is_synthetic=is_synthetic,
+            earlier=earlier,
+        )
+        for earlier, trace in cut
+        for cluster in clusters
+        for number in range(_VALIDATED)
+    ]
 
 
 def _reports(log_dir: Path | None) -> tuple[_Report, Callable[[], None]]:
@@ -98,13 +144,26 @@ def _arguments() -> argparse.ArgumentParser:
         "with the same outcome, to the bit on the same machine.",
     )
     parser.add_argument("--trace", required=True, nargs="+", metavar="FILE", help="recorded jobs to learn from")
-    parser.add_argument("--cluster", required=True, metavar="FILE|NxG", help="cluster.toml, NxG, or synthetic:N")
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        nargs="+",
+        metavar="FILE|NxG",
+        help="cluster.toml, NxG, or synthetic:N; each simulation draws one, and one of the traces",
+    )
     parser.add_argument("--out", required=True, type=Path, metavar="FILE", help="the policy, a safetensors file")
     parser.add_argument(
         "--world", choices=("tables", "synthetic"), default="tables", help="as torchext simulate has it"
     )
     parser.add_argument("--from", dest="begin_s", type=_time, default=-math.inf, metavar="TIME", help="no earlier jobs")
     parser.add_argument("--to", dest="end_s", type=_time, default=math.inf, metavar="TIME", help="only jobs before")
+    parser.add_argument(
+        "--validate-from",
+        type=_time,
+        metavar="TIME",
+        help="whenever a checkpoint is written, try the agents on later jobs too, and keep those that do best there",
+    )
+    parser.add_argument("--validate-to", type=_time, default=math.inf, metavar="TIME", help="and only on jobs before")
     parser.add_argument("--seed", type=int, default=usual.seed, help="decides all that is drawn (default 0)")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint beside --out")
     parser.add_argument("--checkpoint-every", type=_count, default=10, metavar="N", help="iterations (default 10)")

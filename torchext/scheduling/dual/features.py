@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -22,6 +22,11 @@ JOB_FEATURES = (
     "forecast service",
     "forecast running time",
     "GPUs",
+    "forecast running time by ended jobs alone",
+    "how many of the tenant's jobs with so many GPUs run now",
+    "median time that they have run so far",
+    "longest",
+    "since the last such job came",
     "last running time of the tenant's jobs with so many GPUs",
     "median of the latest",
     "lower quartile of the latest",
@@ -34,8 +39,12 @@ JOB_FEATURES = (
     "waited, in forecast running times",
     "time to the deadline",
     "share of GPUs the tenant holds",
+    "log speed lost on the best machine that is free",
 )
-_NUM_FIXED = 11  # known when the job comes; the rest change as it waits
+_NUM_FIXED = 16  # known when the job comes; the rest change as it waits
+# A forecast by ended jobs weighs as much as so many that still run.
+_PRIOR_PEERS = 5.0
+_MOST_PEERS = 10
 
 CLUSTER_FEATURES = (
     "share of GPUs free",
@@ -54,11 +63,16 @@ class JobFeatures:
     """Learns from ended jobs and describes waiting ones. Not thread-safe.
 
     A job's history features are those of when it was first described, as with qssf, whose scores are settled then.
+
+    Forecasts also heed the tenant's jobs with as many GPUs that run at that moment: each is taken to be half way, which
+    says something of jobs too long to have ended yet. (For running times of law P(T > t) ~ 1/t, which recorded ones
+    are near to, half of those of age a end within another a.)
     """
 
     def __init__(self) -> None:
         self.history = History()
         self._recent: dict[object, deque[float]] = {}
+        self._last_s: dict[tuple[str, int], float] = {}  # tenant, GPUs -> when the latest was submitted
         self._rows: dict[str, int] = {}
         self._table = np.zeros((256, _NUM_FIXED), dtype=np.float32)
         self._free_rows = list(range(255, -1, -1))
@@ -77,52 +91,86 @@ class JobFeatures:
             if row is not None:
                 self._free_rows.append(row)
 
-    def log_service(self, job: Job) -> float:
+    def log_service(self, job: Job, state: ClusterState) -> float:
         """Returns the log of the forecast service in GPU-seconds, as of when the job was first described."""
-        return float(self._table[self._row(job), 0]) + _LOG_HOUR
+        return float(self._table[self._rows_of([job], state)[0], 0]) + _LOG_HOUR
 
-    def describe(self, jobs: Sequence[Job], state: ClusterState) -> np.ndarray:
-        """Returns the features of waiting jobs, (Q, len(JOB_FEATURES)) float32."""
+    def describe(
+        self, jobs: Sequence[Job], state: ClusterState, lost: Callable[[Job], float] = lambda job: 0.0
+    ) -> np.ndarray:
+        """Returns the features of waiting jobs, (Q, len(JOB_FEATURES)) float32.
+
+        Args:
+            jobs: Q of them.
+            state: The cluster now.
+            lost: Says of a job what log speed it would lose on the best machine that is free, to the best there are.
+        """
         if len(self._rows) > 2 * (len(jobs) + len(state.running)) + _SPARE_ROWS:
             # Of jobs that were withdrawn, of which nobody tells.
             known = {job.id for job in jobs} | state.running.keys()
             self.forget([job_id for job_id in self._rows if job_id not in known])
         described = np.empty((len(jobs), len(JOB_FEATURES)), dtype=np.float32)
-        rows = [self._row(job) for job in jobs]
+        rows = self._rows_of(jobs, state)
         described[:, :_NUM_FIXED] = self._table[rows]
         now_s = state.now_s
+        done_s = np.array([state.progress_s(job) for job in jobs], dtype=np.float32)
+        if done_s.any():
+            described[:, :2] += _log_left(described[:, 1:2], done_s[:, None])
         waited_s = np.maximum(now_s - np.array([job.submit_s for job in jobs]), 0.0)
-        described[:, 11] = np.log1p(waited_s / 3600.0)
+        described[:, 16] = np.log1p(waited_s / 3600.0)
         forecast_s = np.exp(described[:, 1] + _LOG_HOUR)
-        described[:, 12] = np.log1p(waited_s / forecast_s) / 3.0
-        described[:, 13] = [_slack(job, now_s) for job in jobs]
+        described[:, 17] = np.log1p(waited_s / forecast_s) / 3.0
+        described[:, 18] = [_slack(job, now_s) for job in jobs]
         held: dict[str, int] = {}
         for running in state.running.values():
             held[running.job.tenant] = held.get(running.job.tenant, 0) + running.job.num_gpus
         total = sum(machine.num_gpus for machine in state.cluster.machines)
-        described[:, 14] = [held.get(job.tenant, 0) / total for job in jobs]
+        described[:, 19] = [held.get(job.tenant, 0) / total for job in jobs]
+        described[:, 20] = [lost(job) for job in jobs]
         return described
 
-    def _row(self, job: Job) -> int:
-        row = self._rows.get(job.id)
-        if row is None:
-            if not self._free_rows:
-                size = len(self._table)
-                self._table = np.concatenate([self._table, np.zeros_like(self._table)])
-                self._free_rows = list(range(2 * size - 1, size - 1, -1))
-            row = self._rows[job.id] = self._free_rows.pop()
-            self._table[row] = self._fixed(job)
+    def _rows_of(self, jobs: Sequence[Job], state: ClusterState) -> list[int]:
+        peers: dict[tuple[str, int], list[float]] | None = None
+        rows = []
+        for job in jobs:
+            row = self._rows.get(job.id)
+            if row is None:
+                if peers is None:
+                    peers = {}
+                    for running in state.running.values():
+                        group = (running.job.tenant, running.job.num_gpus)
+                        peers.setdefault(group, []).append(state.now_s - running.start_s)
+                row = self._add(job, peers.get((job.tenant, job.num_gpus), []))
+            rows.append(row)
+        return rows
+
+    def _add(self, job: Job, peers_s: list[float]) -> int:
+        if not self._free_rows:
+            size = len(self._table)
+            self._table = np.concatenate([self._table, np.zeros_like(self._table)])
+            self._free_rows = list(range(2 * size - 1, size - 1, -1))
+        row = self._rows[job.id] = self._free_rows.pop()
+        self._table[row] = self._fixed(job, peers_s)
+        group = (job.tenant, job.num_gpus)
+        self._last_s[group] = max(job.submit_s, self._last_s.get(group, -math.inf))
         return row
 
-    def _fixed(self, job: Job) -> list[float]:
-        forecast = _log_time(self.history.forecast_s(job))
+    def _fixed(self, job: Job, peers_s: list[float]) -> list[float]:
+        past = _log_time(self.history.forecast_s(job))
+        forecast = _with_peers(past, peers_s)
         own = self._recent.get((job.tenant, job.num_gpus))
+        since_s = job.submit_s - self._last_s.get((job.tenant, job.num_gpus), -math.inf)
         tenants = self._recent.get(job.tenant)
         low, middle, high = np.percentile(own, [25, 50, 75]) if own else (forecast,) * 3
         return [
             forecast + math.log(job.num_gpus),
             forecast,
             math.log(job.num_gpus),
+            past,
+            math.log1p(len(peers_s)),
+            _log_time(float(np.median(peers_s))) if peers_s else 0.0,
+            _log_time(max(peers_s)) if peers_s else 0.0,
+            _log_time(min(since_s, _LONG_S)),
             own[-1] if own else forecast,
             middle,
             low,
@@ -160,11 +208,31 @@ def describe_cluster(jobs: Sequence[Job], described: np.ndarray, state: ClusterS
 
 
 _LOG_HOUR = math.log(3600.0)
+_LONG_S = 30 * 86400.0
 
 
 def _log_time(seconds: float) -> float:
     """Log of a time in hours, of at least ten seconds."""
     return math.log(max(seconds, 10.0)) - _LOG_HOUR
+
+
+def _with_peers(past: float, peers_s: list[float]) -> float:
+    """Draws a forecast, log hours, towards twice the age of running jobs of the same group."""
+    if not peers_s:
+        return past
+    twice_h = sum(max(2 * age_s / 3600.0, math.exp(past)) for age_s in peers_s) / len(peers_s)
+    num = min(len(peers_s), _MOST_PEERS)
+    return (num * math.log(twice_h) + _PRIOR_PEERS * past) / (num + _PRIOR_PEERS)
+
+
+def _log_left(forecast: np.ndarray, work_s: np.ndarray) -> np.ndarray:
+    """How far the log of the rest is from that of the whole forecast, once some work is done; (...) float32 each.
+
+    What has been forecast, less what is done; and at least as much again as is done, as for `_with_peers`.
+    """
+    forecast_s = np.exp(forecast + _LOG_HOUR)
+    left: np.ndarray = np.log(np.maximum(np.maximum(forecast_s - work_s, work_s), 10.0) / forecast_s)
+    return left
 
 
 def _slack(job: Job, now_s: float) -> float:

@@ -5,7 +5,8 @@ attend to each other and to a token that stands for the cluster (communicate), a
 cost is O(Q K) for Q jobs and K slots, and the order of the jobs given does not matter.
 
 Both agents add what they have learned to a heuristic's score, and have learned nothing at first: an untrained pair *is*
-shortest forecast service first with comparative advantage, which is what imitating them perfectly would give.
+shortest forecast service first with comparative advantage, which is what imitating them perfectly would give. The
+forecast, too, is corrected by what is learned of true running times.
 
 Source: after the abstract of "A Dual-Agent Scheduler for Distributed Deep Learning Jobs on Public Cloud via
 Reinforcement Learning" (KDD 2023); pooling by learned queries as in Lee et al., "Set Transformer" (ICML 2019),
@@ -36,8 +37,15 @@ MACHINE_FEATURES = (
     "loss to neighbours, at most",
     "price, relative to the mean",
 )
+# Of the choice to leave a job waiting although it would fit.
+HOLD_FEATURES = (
+    "how far the heuristic is for it",
+    "log speed lost by starting now",
+    "log of the time that this would cost, in hours",
+    "log of the time waited, in hours",
+)
 # The heuristic's scores are scaled by these at first: how sure the choice is when sampling.
-_ORDER_SCALE, _PLACE_SCALE = 4.0, 20.0
+_ORDER_SCALE, _PLACE_SCALE, _HOLD_SCALE = 4.0, 20.0, 4.0
 # The wait action starts this far below the last job.
 _WAIT_BELOW = 6.0
 
@@ -47,19 +55,24 @@ class Ordered(NamedTuple):
 
     Args:
         logits: (Q,) of the jobs; the highest is served first.
+        forecast: (Q,) log hours of running time at speed 1, that the order is made by.
         wait: Scalar; jobs below it are held back.
         token: (D,), the cluster as the agents see it, for the placement agent.
         value: Scalar, what the critic expects.
     """
 
     logits: Tensor
+    forecast: Tensor
     wait: Tensor
     token: Tensor
     value: Tensor
 
 
 class _Attention(nn.Module):
-    """Rows of one matrix look at the rows of another: (A, D), (B, D) -> (A, D). One head."""
+    """Rows of one matrix look at the rows of another, of those present: (..., A, D), (..., B, D) -> (..., A, D).
+
+    One head.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -67,9 +80,11 @@ class _Attention(nn.Module):
         self.key = nn.Linear(width, width, bias=False)
         self.say = nn.Linear(width, width, bias=False)
 
-    def forward(self, asking: Tensor, told: Tensor) -> Tensor:
-        weights = self.ask(asking) @ self.key(told).T / math.sqrt(asking.shape[1])
-        said: Tensor = torch.softmax(weights, dim=1) @ self.say(told)
+    def forward(self, asking: Tensor, told: Tensor, present: Tensor | None = None) -> Tensor:
+        weights = self.ask(asking) @ self.key(told).transpose(-1, -2) / math.sqrt(asking.shape[-1])
+        if present is not None:
+            weights = weights.masked_fill(~present[..., None, :], -math.inf)
+        said: Tensor = torch.softmax(weights, dim=-1) @ self.say(told)
         return said
 
 
@@ -92,37 +107,46 @@ class OrderingAgent(nn.Module):
             nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)
         )
         self.read = _Attention(width)
+        self.foretell = nn.Sequential(nn.LayerNorm(2 * width), nn.Linear(2 * width, width), nn.GELU(), _zero(width))
         self.score = nn.Sequential(nn.LayerNorm(2 * width), nn.Linear(2 * width, width), nn.GELU(), _zero(width))
         self.wait = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), _zero(width))
         self.critic = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), _zero(width))
         self.log_scale = nn.Parameter(torch.tensor(math.log(_ORDER_SCALE)))
 
-    def forward(self, jobs: Tensor, cluster: Tensor, communicate: bool = True) -> Ordered:
-        """Scores jobs.
+    def forward(
+        self, jobs: Tensor, cluster: Tensor, communicate: bool = True, present: Tensor | None = None
+    ) -> Ordered:
+        """Scores jobs, of one moment or of several.
 
         Args:
-            jobs: (Q, F) float32, `JOB_FEATURES`; at least one.
-            cluster: (F,) float32, `CLUSTER_FEATURES`.
+            jobs: (..., Q, F) float32, `JOB_FEATURES`; at least one.
+            cluster: (..., F) float32, `CLUSTER_FEATURES`.
             communicate: False keeps jobs from knowing of each other, to measure what communication is worth.
+            present: (..., Q) bool, which rows are jobs; None: all. At least one of each moment must be.
         """
         embedded = self.embed(jobs)
-        token = self.embed_cluster(cluster)[None]
-        squeezed = self.slots + self.squeeze(self.slots, embedded)
-        tokens = torch.cat([squeezed, token])
+        token = self.embed_cluster(cluster)[..., None, :]
+        squeezed = self.slots + self.squeeze(self.slots, embedded, present)
+        tokens = torch.cat([squeezed, token], dim=-2)
         if communicate:
             tokens = tokens + self.communicate(tokens, tokens)
         else:
-            tokens = torch.cat([torch.zeros_like(squeezed), token])
+            tokens = torch.cat([torch.zeros_like(squeezed), token], dim=-2)
         tokens = tokens + self.think(tokens)
-        known = torch.cat([embedded, self.read(embedded, tokens)], dim=1)
-        logits = -self.log_scale.exp() * jobs[:, 0] + self.score(known)[:, 0]
-        last = tokens[-1]
-        wait = logits.detach().min() - _WAIT_BELOW + self.wait(last)[0]
-        return Ordered(logits, wait, last, self.critic(last)[0])
+        known = torch.cat([embedded, self.read(embedded, tokens)], dim=-1)
+        better = self.foretell(known)[..., 0]
+        # What is foretold is learned from true running times, not from rewards; scores, from rewards alone.
+        logits = -self.log_scale.exp() * (jobs[..., 0] + better.detach()) + self.score(known)[..., 0]
+        last = tokens[..., -1, :]
+        lowest = logits.detach() if present is None else logits.detach().masked_fill(~present, math.inf)
+        wait = lowest.amin(-1) - _WAIT_BELOW + self.wait(last)[..., 0]
+        return Ordered(logits, jobs[..., 1] + better, wait, last, self.critic(last)[..., 0])
 
 
 class PlacementAgent(nn.Module):
     """Scores machines for one job; a gang's machines are chosen one after another, each knowing of those before.
+
+    It may also decline, for better machines to come free.
 
     Args:
         width: D, as the ordering agent's.
@@ -135,22 +159,45 @@ class PlacementAgent(nn.Module):
         self.token = nn.Linear(width, width)
         self.score = nn.Sequential(nn.GELU(), nn.Linear(width, width), nn.GELU(), _zero(width))
         self.log_scale = nn.Parameter(torch.tensor(math.log(_PLACE_SCALE)))
+        self.embed_hold = nn.Sequential(nn.Linear(len(HOLD_FEATURES), width), nn.GELU())
+        self.hold = nn.Sequential(nn.GELU(), nn.Linear(width, width), nn.GELU(), _zero(width))
+        self.log_hold_scale = nn.Parameter(torch.tensor(math.log(_HOLD_SCALE)))
 
-    def forward(self, machines: Tensor, job: Tensor, token: Tensor) -> Tensor:
+    def decline(self, hold: Tensor, job: Tensor, token: Tensor) -> Tensor:
+        """Says whether a job that fits should wait nevertheless.
+
+        Args:
+            hold: (..., F) float32, `HOLD_FEATURES`.
+            job: (..., F) float32.
+            token: (..., D), the ordering agent's view of the cluster.
+
+        Returns:
+            (...) logits; above 0 it waits.
+        """
+        around = self.embed_hold(hold) + self.job(job) + self.token(token)
+        logit: Tensor = self.log_hold_scale.exp() * hold[..., 0] + self.hold(around)[..., 0]
+        return logit
+
+    def forward(self, machines: Tensor, job: Tensor, token: Tensor, present: Tensor | None = None) -> Tensor:
         """Scores machines that could take the job's next part.
 
         Args:
-            machines: (M, F) float32, `MACHINE_FEATURES`, of the candidates.
-            job: (F,) float32.
-            token: (D,), the ordering agent's view of the cluster.
+            machines: (..., M, F) float32, `MACHINE_FEATURES`, of the candidates.
+            job: (..., F) float32.
+            token: (..., D), the ordering agent's view of the cluster.
+            present: (..., M) bool, which rows are candidates; None: all.
 
         Returns:
-            (M,) logits.
+            (..., M) logits; -inf where there is no candidate.
         """
         embedded = self.embed(machines)
-        around = embedded.mean(0) + self.job(job) + self.token(token)
-        scores: Tensor = self.log_scale.exp() * machines[:, 0] + self.score(embedded + around)[:, 0]
-        return scores
+        if present is None:
+            mean = embedded.mean(-2)
+        else:
+            mean = (embedded * present[..., None]).sum(-2) / present.sum(-1, keepdim=True)
+        around = mean + self.job(job) + self.token(token)
+        scores: Tensor = self.log_scale.exp() * machines[..., 0] + self.score(embedded + around[..., None, :])[..., 0]
+        return scores if present is None else scores.masked_fill(~present, -math.inf)
 
 
 class Agents(nn.Module):
@@ -197,3 +244,8 @@ def _zero(width: int) -> nn.Linear:
 def log_choice(logits: Tensor, allowed: Tensor, chosen: int) -> Tensor:
     """Log probability of one choice among those allowed, (N,) and (N,) bool; scalar."""
     return functional.log_softmax(logits.masked_fill(~allowed, -math.inf), dim=0)[chosen]
+
+
+def log_hold(logit: Tensor, declined: bool) -> Tensor:
+    """Log probability of having a job wait, or of starting it; scalar."""
+    return functional.logsigmoid(logit if declined else -logit)

@@ -6,6 +6,7 @@ others. Ricardo's comparative advantage, per machine and learned, in place of pe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,8 +17,15 @@ from torchext.scheduling.placements import packed
 from torchext.scheduling.state import ANY_MACHINE, ClusterState
 from torchext.scheduling.types import Job, Placement
 
+# A job may wait for a machine as fast as this quantile of all that are large enough.
+_WANTED = 0.75
+# The heuristic has it wait if it would get less than this share of that speed now, and until it has waited for so many
+# times what starting now would cost; the time added keeps short jobs from waiting at all.
+_WORTH_IT, _PATIENCE, _SOON_H = 0.4, 3.0, 300 / 3600.0
 # What a machine is typically worth changes slowly; it is computed again after this time.
 _TYPICAL_FOR_S = 300.0
+# Not worth a thought.
+_LEAST_LOST = 0.05
 
 
 @dataclass(eq=False)
@@ -120,6 +128,62 @@ class Advantage:
             used = 1 - np.array(state.free) / self._sizes(state)
             value = value + np.log1p(-loss * used)
         return value
+
+    def lost(self, job: Job, state: ClusterState, among: int = ANY_MACHINE) -> float:
+        """Returns the log speed that a job would lose by starting now, to what it may hope for; 0 if it does not fit.
+
+        It may hope for the speed of the `_WANTED` quantile of the machines that are large enough. A gang is as fast as
+        its slowest machine.
+        """
+        now, wanted = self._prospects(job, state, among)
+        return max(wanted - now, 0.0)
+
+    def hold_features(
+        self, job: Job, state: ClusterState, forecast_h: float, among: int = ANY_MACHINE
+    ) -> np.ndarray | None:
+        """Describes the choice to let a job wait although it fits.
+
+        Args:
+            job: The job.
+            state: The cluster now.
+            forecast_h: Its running time at speed 1, in hours.
+            among: The machines that may be used, as a bit set.
+
+        Returns:
+            (4,) float32 as `networks.HOLD_FEATURES` lists them, or None where there is nothing to wait for. The first
+            is above 0 when the heuristic lets it wait.
+        """
+        now, wanted = self._prospects(job, state, among)
+        lost = wanted - now
+        if lost < _LEAST_LOST:
+            return None
+        cost_h = max(forecast_h, 1e-3) * (math.exp(-now) - math.exp(-wanted))
+        waited_h = max(state.now_s - job.submit_s, 0.0) / 3600.0 + _SOON_H
+        urge = min(lost + math.log(_WORTH_IT), math.log(_PATIENCE * cost_h / waited_h))
+        return np.array([urge, lost, math.log(cost_h), math.log(waited_h)], dtype=np.float32)
+
+    def _prospects(self, job: Job, state: ClusterState, among: int) -> tuple[float, float]:
+        """Log speed on the best machines that are free, and what the job may hope for; equal if it does not fit."""
+        num_gpus, largest = job.num_gpus, state.sizes[0]
+        each = min(num_gpus, largest) if job.gpus_per_node is None else job.gpus_per_node
+        price = job.max_price_per_gpu_hour
+        if price is not None:
+            among &= state.within(price)
+        mean = self.model.predict(job.job_class, state.now_s).mean
+        able = mean[self._able(state, each, price)]
+        free = np.sort(mean[list(state.fullest(each, among))])
+        num_machines = -(-num_gpus // each)
+        if len(free) < num_machines or not len(able):
+            return 0.0, 0.0
+        at = int(_WANTED * (len(able) - 1))
+        return float(free[-num_machines]), float(np.partition(able, at)[at])
+
+    def _able(self, state: ClusterState, num_gpus: int, price: float | None) -> np.ndarray:
+        """Which machines are large enough and not too dear, (M,) bool."""
+        able: np.ndarray = self._sizes(state) >= num_gpus
+        if price is not None:
+            able = able & np.array([machine.price_per_gpu_hour <= price for machine in state.cluster.machines])
+        return able
 
     def _typical(self, now_s: float) -> np.ndarray:
         """Mean over classes of the log speeds of each machine, (M,)."""

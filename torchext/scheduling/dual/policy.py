@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,10 @@ _LOG = logging.getLogger(__name__)
 _STRANGE = 2.0
 # Before all others.
 _FIRST = -1e12
+# Of scores, per unit of log service: what agents that have learned nothing use.
+_ORDER_SCALE = 4.0
+# How many times as much work a job must have left to be stopped for another.
+_WORTH_STOPPING = 5.0
 
 
 class Chooser(Protocol):
@@ -40,8 +44,12 @@ class Chooser(Protocol):
         """Returns which candidate to take; `seen` are the features of the candidates and of the job."""
         ...
 
-    def placed(self, job: Job, placement: Placement) -> None:
-        """Is told of the whole placement."""
+    def decline(self, job: Job, seen: tuple[Tensor, Tensor], logit: Tensor) -> bool:
+        """Returns whether the job waits although it fits; `seen` are the features of that choice and of the job."""
+        ...
+
+    def placed(self, job: Job, placement: Placement | None) -> None:
+        """Is told of the whole placement; None: it was declined."""
         ...
 
 
@@ -56,7 +64,11 @@ class Best:
         """Returns the first of the best."""
         return int(logits.argmax())
 
-    def placed(self, job: Job, placement: Placement) -> None:
+    def decline(self, job: Job, seen: tuple[Tensor, Tensor], logit: Tensor) -> bool:
+        """Declines what is more likely declined than not."""
+        return bool(logit > 0)
+
+    def placed(self, job: Job, placement: Placement | None) -> None:
         """Needs no notes."""
 
 
@@ -74,7 +86,12 @@ class Dual:
       for it, on which nothing new starts. It starts at the latest when what ran there has ended, and those of its
       kind that were submitted before it have had their turn.
 
-    In the first three cases the decision is qssf's, on the machines of most advantage. `why` tells, for each job.
+    In the first three cases jobs are ordered as qssf does, by their forecast service, and placed where they have most
+    advantage. `why` tells, for each job.
+
+    A job may be left waiting although it fits: by the ordering agent, whose action *wait* holds back all jobs that it
+    scores below it, and by the placement agent, which may decline machines too slow for the job when better ones may
+    come free (`Advantage.hold_features`). Neither happens when nothing runs, or to a job beyond its patience.
 
     Source: after "A Dual-Agent Scheduler for Distributed Deep Learning Jobs on Public Cloud via Reinforcement Learning"
     (KDD 2023), of which only the abstract was at hand.
@@ -126,6 +143,7 @@ class Dual:
         self._distrusted = False
         self._advantage: Advantage | None = None
         self._reservation: Reservation | None = None
+        self._declined: dict[Shape, str] = {}  # since the latest decision on the order, with the reason
         # Of the latest decision: why the agents were not asked (empty if they were), rows of jobs, and their features.
         self._fallback = "no decision yet"
         self._rows: dict[str, int] = {}
@@ -136,39 +154,51 @@ class Dual:
         """Scores jobs, the lowest first; inf for those that the agents hold back."""
         if not jobs:
             return []
-        described = self.features.describe(jobs, state)
+        self._declined = {}
         self._reservation = self._overdue(jobs, state)
-        said = self._ask(jobs, described, state)
-        scores: list[float]
-        if said is None:
-            scores = (4.0 * described[:, 0]).tolist()
-        else:
-            scores = (-said.logits).tolist()
-            if state.running:  # else nothing would ever happen that could end the wait
-                held = (said.logits < said.wait).tolist()
-                scores = [math.inf if hold else score for hold, score in zip(held, scores, strict=True)]
+        scores = self._scores(jobs, jobs, state)
         if self._reservation is not None:
             first = self._reservation.job.id
             scores = [_FIRST if job.id == first else score for job, score in zip(jobs, scores, strict=True)]
         return scores
 
+    def _scores(self, jobs: Sequence[Job], waiting: Sequence[Job], state: ClusterState) -> list[float]:
+        """Scores jobs against each other; those that wait are the first of them, and only they can be held back."""
+        described = self._describe(jobs, state)
+        self._rows = {job.id: row for row, job in enumerate(jobs)}
+        self._described = torch.from_numpy(described)
+        said = self._ask(jobs, waiting, described, state)
+        if said is None:
+            plain: list[float] = (_ORDER_SCALE * described[:, 0]).tolist()
+            return plain
+        scores: list[float] = (-said.logits).tolist()
+        if state.running:  # else nothing would ever happen that could end the wait
+            held = (said.logits[: len(waiting)] < said.wait).tolist()
+            scores[: len(waiting)] = [math.inf if hold else score for hold, score in zip(held, scores, strict=False)]
+        return scores
+
     def place(self, job: Job, state: ClusterState) -> Placement | None:
         """Chooses machines, one after another; the placement carries the speed expected there and its sd."""
+        if job.shape in self._declined:
+            return None
         among = ANY_MACHINE if self._reservation is None else self._reservation.open_to(job)
-        advantage = self._advantage_for(state)
-        row = self._rows.get(job.id)
-        if self._token is None or row is None or not self._placement_learned:
-            return self._by_advantage(advantage, job, state, among)
         shape = packed(job, state, among)
         if shape is None:
             return None
-        seen, token = self._described[row], self._token
+        advantage = self._advantage_for(state)
+        row, token = self._rows.get(job.id), self._token if self._placement_learned else None
+        seen = None if row is None else self._described[row]
         try:
+            if seen is not None and self._declines(advantage, job, state, among, seen, token):
+                self._chooser.placed(job, None)
+                return None
+            if seen is None or token is None:
+                return advantage(job, state, among)
             chosen = advantage.choose(
                 job, state, shape, among, lambda features: self._choose(job, features, seen, token)
             )
-        except (RuntimeError, ValueError) as error:
-            self._blame(f"the placement agent failed: {error}")
+        except (RuntimeError, ValueError, ArithmeticError) as error:  # of the networks, or of the speed model
+            self._blame(f"the placement failed: {error}")
             return self._by_advantage(advantage, job, state, among)
         self._distrusted = False
         self._chooser.placed(job, chosen)
@@ -191,14 +221,15 @@ class Dual:
 
     def why(self, job: Job, state: ClusterState) -> str:
         """Says what the latest decision on a job's place in the order came from."""
-        service_h = math.exp(self.features.log_service(job)) / 3600
+        service_h = math.exp(self.features.log_service(job, state)) / 3600
         what = f"forecast {service_h:.2g} GPU-hours, waiting for {(state.now_s - job.submit_s) / 3600:.2g} h"
         reservation = self._reservation
         if reservation is not None and reservation.job.id == job.id:
             patience = f"{self._patience_s / 3600:.3g} h"
             return f"first, for having waited longer than {patience} ({what}); {reservation.words(state)}"
         how = f"qssf: {self._fallback}" if self._fallback else "the agents"
-        return f"{what}; order by {how}"
+        declined = "" if job.id in state.running else self._declined.get(job.shape, "")
+        return f"{what}; order by {how}{declined}"
 
     def _overdue(self, jobs: Sequence[Job], state: ClusterState) -> Reservation | None:
         late = [job for job in jobs if state.now_s - job.submit_s > self._patience_s]
@@ -210,13 +241,15 @@ class Dual:
             return kept
         return Reservation.choose(first, state, self.forecast_s)
 
-    def _ask(self, jobs: Sequence[Job], described: np.ndarray, state: ClusterState) -> Ordered | None:
+    def _ask(
+        self, jobs: Sequence[Job], waiting: Sequence[Job], described: np.ndarray, state: ClusterState
+    ) -> Ordered | None:
         """Asks the ordering agent, unless that is of no use or not to be trusted."""
-        self._rows, self._token = {}, None
+        self._token = None
         if not self._order_learned and not self._placement_learned:
             self._fallback = "the agents are switched off"
             return None
-        if not _any_fits(jobs, state):
+        if not self.preemptive and not _any_fits(waiting, state):
             self._fallback = "nothing fits, so the agents were not asked"
             return None
         if self._s_per_job * len(jobs) > self._budget_s:
@@ -224,7 +257,10 @@ class Dual:
             self._blame(f"{len(jobs)} jobs would take longer than {self._budget_s:g} s")
             return None
         begin_s = self._clock()
-        seen, cluster = torch.from_numpy(described), torch.from_numpy(describe_cluster(jobs, described, state))
+        seen, cluster = (
+            torch.from_numpy(described),
+            torch.from_numpy(describe_cluster(waiting, described[: len(waiting)], state)),
+        )
         with torch.no_grad():
             distance = float(self.agents.distance(cluster))
             limit = self._strange * float(self.agents.seen_limit)
@@ -243,11 +279,26 @@ class Dual:
             self._distrusted = False
         self._s_per_job = max(0.7 * self._s_per_job, (self._clock() - begin_s) / len(jobs))
         self._fallback = "" if self._order_learned else "the ordering agent is switched off"
-        self._rows = {job.id: row for row, job in enumerate(jobs)}
-        self._described, self._token = seen, said.token
+        self._token = said.token
         if not self._order_learned:
             return None
         return self._chooser.order(jobs, (seen, cluster), said, state)
+
+    def _describe(self, jobs: Sequence[Job], state: ClusterState) -> np.ndarray:
+        """Describes jobs, with what they would lose by starting now; that is left out where the speed model fails."""
+        lost: dict[Shape, float] = {}
+
+        def lost_by(job: Job) -> float:
+            value = lost.get(job.shape)
+            if value is None:
+                value = lost[job.shape] = self._advantage_for(state).lost(job, state)
+            return value
+
+        try:
+            return self.features.describe(jobs, state, lost_by)
+        except (RuntimeError, ValueError, ArithmeticError) as error:
+            self._blame(f"the speed model failed: {error}")
+            return self.features.describe(jobs, state)
 
     def _blame(self, reason: str) -> None:
         """Notes that the agents are not to be trusted now; told once in a row of such decisions."""
@@ -263,8 +314,31 @@ class Dual:
         with torch.no_grad():
             logits = self.agents.placement(machines, seen, token)
         if not torch.isfinite(logits).all():
-            raise ValueError("its scores are not finite")
+            raise ValueError("the placement agent's scores are not finite")
         return self._chooser.place(job, (machines, seen), logits)
+
+    def _declines(
+        self, advantage: Advantage, job: Job, state: ClusterState, among: int, seen: Tensor, token: Tensor | None
+    ) -> bool:
+        """Whether a job that fits is left waiting for better machines."""
+        if not state.running or state.now_s - job.submit_s > self._patience_s:
+            return False
+        features = advantage.hold_features(job, state, math.exp(float(seen[1])), among)
+        if features is None:
+            return False
+        if token is None:
+            declines = bool(features[0] > 0)
+        else:
+            hold = torch.from_numpy(features)
+            with torch.no_grad():
+                logit = self.agents.placement.decline(hold, seen, token)
+            if not torch.isfinite(logit):
+                raise ValueError("the placement agent's scores are not finite")
+            declines = self._chooser.decline(job, (hold, seen), logit)
+        if declines:
+            share = math.exp(-float(features[1]))
+            self._declined[job.shape] = f"; waits for better machines, as those free have {share:.2g} of their speed"
+        return declines
 
     def _by_advantage(self, advantage: Advantage, job: Job, state: ClusterState, among: int) -> Placement | None:
         try:
@@ -277,6 +351,45 @@ class Dual:
         if self._advantage is None:
             self._advantage = self._placing(state.cluster)
         return self._advantage
+
+
+class PreemptiveDual(Dual):
+    """`Dual` for clusters where jobs can be stopped and go on elsewhere: a job may stop others that come after it.
+
+    The agents see running jobs beside waiting ones, all by the work that is left of them: what was forecast less what
+    is done, and for jobs that have outrun half of their forecast, as much again as they have done. A running job is
+    stopped only for one that has less than a fifth of its work left, and never once it is older than `patience_s`.
+
+    The agents have learned to order where nothing is stopped; how to stop, they have not.
+
+    Args:
+        agents: As for `Dual`.
+        options: As for `Dual`.
+    """
+
+    preemptive: ClassVar = True
+
+    def __init__(self, agents: Agents, **options: Any) -> None:
+        super().__init__(agents, **options)
+        self._whole: dict[str, float] = {}  # scores of the latest decision, of waiting and running jobs
+
+    def order(self, jobs: Sequence[Job], state: ClusterState) -> Sequence[float]:
+        """Scores waiting jobs, as `Dual.order`; or running ones, as they were in the latest decision on those."""
+        if jobs and jobs[0].id in state.running:
+            return [self._running(job, state) for job in jobs]
+        return super().order(jobs, state)
+
+    def _scores(self, jobs: Sequence[Job], waiting: Sequence[Job], state: ClusterState) -> list[float]:
+        everything = [*waiting, *(running.job for running in state.running.values())]
+        scores = super()._scores(everything, waiting, state)
+        self._whole = {job.id: score for job, score in zip(everything, scores, strict=True)}
+        return scores[: len(waiting)]
+
+    def _running(self, job: Job, state: ClusterState) -> float:
+        if state.now_s - job.submit_s > self._patience_s:
+            return _FIRST
+        # One that has just been started was scored as it waited.
+        return self._whole.get(job.id, 0.0) - _ORDER_SCALE * math.log(_WORTH_STOPPING)
 
 
 def _any_fits(jobs: Sequence[Job], state: ClusterState) -> bool:

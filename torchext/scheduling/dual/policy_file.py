@@ -12,6 +12,7 @@ from torchext.scheduling.dual.networks import Agents
 from torchext.scheduling.types import SchedulingError
 
 _FORMAT = "torchext dual 1"
+_SHIPPED = Path(__file__).with_name("policy.safetensors")
 
 
 def save_policy(path: Path, agents: Agents, made_by: Mapping[str, str]) -> None:
@@ -32,14 +33,15 @@ def save_policy(path: Path, agents: Agents, made_by: Mapping[str, str]) -> None:
     write_atomically(path, lambda temporary: safetensors.save_file(tensors, temporary, metadata=metadata))
 
 
-def load_policy(path: str | Path) -> Agents:
-    """Reads agents.
+def load_policy(path: str | Path | None = None) -> Agents:
+    """Reads agents; None: those that come with torchext, whose metadata tell the command that made them.
 
     Raises:
         SchedulingError: There is no such file, or it holds something else.
         ImportError: There is no safetensors.
     """
     safetensors = _Safetensors()
+    path = path or _SHIPPED
     agents = Agents()
     try:
         tensors = safetensors.load_file(path)

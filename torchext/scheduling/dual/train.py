@@ -2,8 +2,11 @@
 
 Each iteration plays some episodes, and takes a few steps on what was noted. Both agents share a critic and a reward:
 less the cost (job-seconds in the system, and fees and lateness if they count) between two decisions, plus what the
-untrained agents, that is the heuristic, had cost on the same jobs in the same time. That reference depends on no
-choice, so it changes no optimum; but it takes out most of the chance of which jobs came.
+untrained agents, that is the heuristic, had cost on the same jobs. That reference depends on no choice, so it changes
+no optimum; but it takes out most of the chance of which jobs came. What a job will cost as it runs counts when it
+starts, as nothing that comes later changes it: the simulator knows, and rewards come sooner after their causes.
+
+Running times are learned beside: the ordering agent foretells them, and is told the truth of each waiting job.
 
 Source: Yu et al., "The Surprising Effectiveness of PPO in Cooperative Multi-Agent Games" (MAPPO), NeurIPS 2022; for
 advantages, Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation" (GAE), ICLR
@@ -24,12 +27,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchext.scheduling.dual.networks import Agents, log_choice
+from torchext.scheduling.dual.losses import Learned, losses_of
+from torchext.scheduling.dual.networks import Agents
 from torchext.scheduling.dual.policy import Dual
 from torchext.scheduling.dual.policy_file import write_atomically
-from torchext.scheduling.dual.rollout import Cost, Decision, Episode, draw_episode, play
+from torchext.scheduling.dual.rollout import Cost, Episode, Weights, compare_costs, draw_episode, play
 from torchext.scheduling.simulator import RecordedJob
 from torchext.scheduling.types import Cluster, SchedulingError
+
+# Advantages count no more than so many sds: running times have long tails, and one job would drown all others.
+_FARTHEST = 4.0
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ class Options:
         most_decisions: Of an episode, that are learned from; drawn at random when there are more.
         learning_rate: Of Adam.
         clip: Of the ratio of probabilities.
-        entropy: Weight of the entropy of the choices of jobs.
+        entropy: Weight of the entropy of the choices.
+        forecast: Weight of the error of forecast running times.
         horizon_s: In which time a cost counts e-fold less.
         trace_decay: Of GAE, per decision.
         scale_s: Job-seconds that count 1 in the reward.
@@ -68,26 +76,17 @@ class Options:
     learning_rate: float = 3e-4
     clip: float = 0.2
     entropy: float = 0.003
+    forecast: float = 0.2
     horizon_s: float = 12 * 3600.0
     trace_decay: float = 0.97
     scale_s: float = 36000.0
     fee_weight: float = 0.0
     late_weight: float = 0.0
 
-
-@dataclass
-class Learned:
-    """A decision with what it was worth.
-
-    Args:
-        decision: As noted.
-        advantage: How much better than expected it went, in sds over the iteration.
-        target: What the critic should have said.
-    """
-
-    decision: Decision
-    advantage: float
-    target: float
+    @property
+    def weights(self) -> Weights:
+        """Of fees and lateness."""
+        return Weights(self.fee_weight, self.late_weight)
 
 
 class Training:
@@ -97,33 +96,40 @@ class Training:
     checkpoint goes on as if it had never stopped, to the bit on the same machine.
 
     Args:
-        trace: Recorded jobs, by submission; with classes, if they are to have any.
-        cluster: The machines.
+        traces: One or more of recorded jobs, by submission; with classes, if they are to have any.
+        clusters: One or more; each episode draws one, and a trace.
         is_synthetic: Whether jobs run in the synthetic world, a new one in each episode.
         options: How.
     """
 
     def __init__(
-        self, trace: Sequence[RecordedJob], cluster: Cluster, *, is_synthetic: bool, options: Options | None = None
+        self,
+        traces: Sequence[Sequence[RecordedJob]],
+        clusters: Sequence[Cluster],
+        *,
+        is_synthetic: bool,
+        options: Options | None = None,
     ) -> None:
         self.options = options or Options()
         self.iteration = 0
-        self._trace = trace
-        self._cluster = cluster
+        self._traces = traces
+        self._clusters = clusters
         self._is_synthetic = is_synthetic
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.options.seed)
             self.agents = Agents()
             self._untrained = Agents()
         self._optimizer = torch.optim.Adam(self.agents.parameters(), lr=self.options.learning_rate)
-        self._clusters: list[Tensor] = []  # features of clusters seen, for what is strange
+        self._seen: list[Tensor] = []  # features of clusters, for what is strange
+        self._best: tuple[float, dict[str, Tensor]] = (-math.inf, {})  # what was validated, and the agents
 
     def step(self) -> dict[str, float]:
         """Does one iteration.
 
         Returns:
             ``gain``: by which share of the heuristic's cost the sampling agents were better, mean over episodes;
-            ``load``, ``decisions``, ``value_loss``, ``order_loss``, ``place_loss``, ``entropy``, ``clipped`` (share).
+            ``load``, ``decisions``, ``value_loss``, ``order_loss``, ``place_loss``, ``hold_loss``, ``forecast_loss``,
+            ``entropy``, ``clipped`` (share).
         """
         options = self.options
         random = np.random.default_rng([options.seed, self.iteration])
@@ -132,36 +138,39 @@ class Training:
         learned: list[Learned] = []
         gains = []
         for _ in range(options.episodes):
+            trace = self._traces[int(random.integers(len(self._traces)))]
+            cluster = self._clusters[int(random.integers(len(self._clusters)))]
             episode = draw_episode(
-                self._trace, self._cluster, random, num_jobs=options.jobs, load=load, is_synthetic=self._is_synthetic
+                trace, cluster, random, num_jobs=options.jobs, load=load, is_synthetic=self._is_synthetic
             )
             gain, some = self._play(episode, int(random.integers(2**31)))
             gains.append(gain)
             if len(some) > options.most_decisions:
                 some = [some[i] for i in sorted(random.choice(len(some), options.most_decisions, replace=False))]
             learned += some
-        self._clusters = [*self._clusters, *(entry.decision.cluster for entry in learned)][-20_000:]
+        self._seen = [*self._seen, *(entry.decision.cluster for entry in learned)][-20_000:]
         said = self._improve(learned, random) if learned else {}
-        if self._clusters:
-            self.agents.remember(torch.stack(self._clusters))
+        if self._seen:
+            self.agents.remember(torch.stack(self._seen))
         self.iteration += 1
         return {"gain": float(np.mean(gains)), "load": load, "decisions": float(len(learned)), **said}
 
     def _play(self, episode: Episode, seed: int) -> tuple[float, list[Learned]]:
         options = self.options
-        weights = {"fee_weight": options.fee_weight, "late_weight": options.late_weight}
+        weights = options.weights
         heuristic = Dual(self._untrained, order_learned=False, placement_learned=False, patience_s=math.inf)
-        usual = Cost(episode.play(heuristic), **weights)
+        usual_result = episode.play(heuristic)
+        usual = Cost(usual_result, weights)
         self.agents.eval()
         result, decisions = play(episode, self.agents, seed)
-        cost = Cost(result, **weights)
+        cost = Cost(result, weights)
         end_s = max(cost.end_s, usual.end_s)
         total, usual_total = float(cost.until(np.array(end_s))), float(usual.until(np.array(end_s)))
         gain = 1 - total / usual_total
         if not decisions:
             return gain, []
         times_s = np.array([decision.time_s for decision in decisions] + [end_s])
-        rewards = (np.diff(usual.until(times_s)) - np.diff(cost.until(times_s))) / options.scale_s
+        rewards = compare_costs(times_s, result, usual_result, weights) / options.scale_s
         values = np.array([decision.value for decision in decisions] + [0.0])
         advantages = estimate_advantages(rewards, values, np.diff(times_s), options.horizon_s, options.trace_decay)
         return gain, [
@@ -172,7 +181,7 @@ class Training:
     def _improve(self, learned: list[Learned], random: np.random.Generator) -> dict[str, float]:
         options = self.options
         raw = np.array([entry.advantage for entry in learned])
-        scaled = (raw - raw.mean()) / (raw.std() + 1e-6)
+        scaled = np.clip((raw - raw.mean()) / (raw.std() + 1e-6), -_FARTHEST, _FARTHEST)
         sums: dict[str, float] = {}
         self.agents.train()
         num_batches = 0
@@ -180,10 +189,9 @@ class Training:
             order = random.permutation(len(learned))
             for begin in range(0, len(order), options.minibatch):
                 batch = order[begin : begin + options.minibatch]
-                losses = [losses_of(self.agents, learned[i], float(scaled[i]), options) for i in batch]
-                mean = {name: torch.stack([loss[name] for loss in losses]).mean() for name in losses[0]}
-                total = mean["order_loss"] + mean["place_loss"] + 0.5 * mean["value_loss"]
-                total = total - options.entropy * mean["entropy"]
+                mean = losses_of(self.agents, [learned[i] for i in batch], scaled[batch], options.clip)
+                total = mean["order_loss"] + mean["place_loss"] + mean["hold_loss"] + 0.5 * mean["value_loss"]
+                total = total + options.forecast * mean["forecast_loss"] - options.entropy * mean["entropy"]
                 if not torch.isfinite(total):
                     raise SchedulingError(
                         f"training has diverged in iteration {self.iteration}; lower the learning rate"
@@ -197,6 +205,21 @@ class Training:
                     sums[name] = sums.get(name, 0.0) + float(value.detach())
         return {name: value / num_batches for name, value in sums.items()}
 
+    # The best so far
+
+    def consider(self, validated: float) -> float:
+        """Keeps the agents as they are if they do better than those kept; returns what was given."""
+        if validated > self._best[0]:
+            state = {name: tensor.clone() for name, tensor in self.agents.state_dict().items()}
+            self._best = (validated, state)
+        return validated
+
+    def best(self) -> Agents:
+        """Returns the agents that did best, or the last if none has been considered."""
+        if self._best[1]:
+            self.agents.load_state_dict(self._best[1])
+        return self.agents
+
     # Checkpoints
 
     def save(self, path: Path) -> None:
@@ -205,7 +228,8 @@ class Training:
             "agents": self.agents.state_dict(),
             "optimizer": self._optimizer.state_dict(),
             "iteration": self.iteration,
-            "clusters": torch.stack(self._clusters) if self._clusters else torch.empty(0, 0),
+            "seen": torch.stack(self._seen) if self._seen else torch.empty(0, 0),
+            "best": self._best,
             "options": asdict(self.options),
         }
         write_atomically(path, lambda temporary: torch.save(content, temporary))
@@ -233,7 +257,8 @@ class Training:
         self.agents.load_state_dict(content["agents"])
         self._optimizer.load_state_dict(content["optimizer"])
         self.iteration = content["iteration"]
-        self._clusters = list(content["clusters"])
+        self._seen = list(content["seen"])
+        self._best = content["best"]
 
 
 def estimate_advantages(
@@ -260,37 +285,37 @@ def estimate_advantages(
     return advantages
 
 
-def losses_of(agents: Agents, entry: Learned, advantage: float, options: Options) -> dict[str, Tensor]:
-    """Computes the losses of one decision, scalars: each agent's clipped objective, the critic's error, the entropy."""
-    decision = entry.decision
-    said = agents.ordering(decision.jobs, decision.cluster)
-    every = torch.cat([said.logits, said.wait[None]])
-    zero = said.value.new_zeros(())
-    order_loss, entropy, place_loss, clipped = zero, zero, zero, zero
-    for allowed, chosen, log_p in decision.orders:
-        loss, was_clipped = _clipped(log_choice(every, allowed, chosen), log_p, advantage, options.clip)
-        order_loss, clipped = order_loss + loss, clipped + was_clipped
-        logits = torch.log_softmax(every[allowed], dim=0)
-        entropy = entropy - (logits.exp() * logits).sum()
-    for choice in decision.places:
-        logits = agents.placement(choice.machines, choice.job, said.token)
-        log_now = torch.log_softmax(logits, dim=0)[choice.chosen]
-        place_loss = place_loss + _clipped(log_now, choice.log_p, advantage, options.clip)[0]
-    count = max(len(decision.orders), 1)
-    return {
-        "order_loss": order_loss / count,
-        "place_loss": place_loss / max(len(decision.places), 1),
-        "value_loss": nn.functional.smooth_l1_loss(said.value, said.value.new_tensor(entry.target)),
-        "entropy": entropy / count,
-        "clipped": clipped.detach() / count,
-    }
+class Validation:
+    """Episodes that nothing is learned from, to tell which agents do best.
 
+    Args:
+        episodes: Played by the agents, and once by the heuristic.
+        options: The weights of fees and lateness count.
+    """
 
-def _clipped(log_now: Tensor, log_then: float, advantage: float, clip: float) -> tuple[Tensor, Tensor]:
-    """PPO's loss of one choice, and 1 if its clip bites."""
-    ratio = torch.exp(log_now - log_then)
-    bounded = ratio.clamp(1 - clip, 1 + clip)
-    return -torch.minimum(ratio * advantage, bounded * advantage), (ratio != bounded).to(ratio.dtype)
+    def __init__(self, episodes: Sequence[Episode], options: Options) -> None:
+        self._episodes = episodes
+        self._weights = options.weights
+        self._usual = self._cost(Agents(), False)
+
+    def gain(self, agents: Agents) -> float:
+        """Returns the share of the heuristic's cost that agents save when they do not try things out."""
+        return 1 - self._cost(agents, True) / self._usual
+
+    def _cost(self, agents: Agents, learned: bool) -> float:
+        total = 0.0
+        for episode in self._episodes:
+            policy = Dual(
+                agents.eval(),
+                order_learned=learned,
+                placement_learned=learned,
+                budget_s=math.inf,
+                patience_s=math.inf,
+                strange=math.inf,
+            )
+            cost = Cost(episode.play(policy), self._weights)
+            total += float(cost.until(np.array(cost.end_s)))
+        return total
 
 
 def run(
@@ -298,6 +323,7 @@ def run(
     *,
     checkpoint: Path | None = None,
     every: int = 10,
+    validation: Validation | None = None,
     report: Callable[[int, dict[str, float]], None] = lambda iteration, said: None,
 ) -> Agents:
     """Trains to the end of the options' iterations.
@@ -306,16 +332,18 @@ def run(
         training: New, or resumed.
         checkpoint: Written every so many iterations, and at the end; None: never.
         every: How many.
-        report: Is told the number of each iteration and what `Training.step` returned.
+        validation: Asked as often; the agents that did best are returned. None: the last ones are.
+        report: Is told the number of each iteration and what `Training.step` returned, with ``validated`` when it was.
 
     Returns:
         The agents.
     """
     while training.iteration < training.options.iterations:
         said = training.step()
+        due = training.iteration % every == 0 or training.iteration == training.options.iterations
+        if due and validation is not None:
+            said["validated"] = training.consider(validation.gain(training.agents))
         report(training.iteration, said)
-        if checkpoint is not None and (
-            training.iteration % every == 0 or training.iteration == training.options.iterations
-        ):
+        if due and checkpoint is not None:
             training.save(checkpoint)
-    return training.agents.eval()
+    return training.best().eval()

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from torchext.scheduling.dual.heuristic import SpeedLearner, by_machine_mean, by_rwgp
-from torchext.scheduling.dual.policy import Dual
+from torchext.scheduling.dual.policy import Dual, PreemptiveDual
 from torchext.scheduling.dual.policy_file import load_policy
 from torchext.scheduling.placements import Rule
 from torchext.scheduling.policies.easy_backfill import EasyBackfill
@@ -23,6 +23,7 @@ from torchext.scheduling.types import Policy, SchedulingError
 __all__ = [
     "FIFO",
     "LAS",
+    "LEARNED",
     "ORACLES",
     "POLICIES",
     "QSSF",
@@ -45,8 +46,10 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
     "machine-mean": partial(SpeedLearner, by_machine_mean),
     "rwgp": partial(SpeedLearner, by_rwgp),
 }
+# Decide by trained agents.
+LEARNED = {"dual": Dual, "dual-preemptive": PreemptiveDual}
 # Choose machines by what they have learned, not by a rule.
-_OWN_PLACEMENT = ("machine-mean", "rwgp", "dual")
+_OWN_PLACEMENT = ("machine-mean", "rwgp", *LEARNED)
 # Are told the true durations; for comparison only.
 ORACLES: Mapping[str, Callable[..., Policy]] = {
     "sjf": SJF,
@@ -66,30 +69,25 @@ def make_policy(
     """Makes a new policy, which has seen no jobs yet.
 
     Args:
-        name: One of `POLICIES` or `ORACLES`, or ``dual``.
+        name: One of `POLICIES` or `ORACLES`, ``dual``, or ``dual-preemptive``.
         durations_s: True duration of each job, by id; given to oracles only, who need it.
         placement: Where jobs go; None leaves it to the policy.
-        policy_file: Trained agents, for ``dual``, which needs them.
-        budget_s: How long a decision of ``dual`` may take before it falls back to qssf; inf makes it reproducible.
+        policy_file: Trained agents, for the dual ones; None: those that come with torchext.
+        budget_s: How long a decision of the dual ones may take before it falls back to qssf; inf makes it reproducible.
 
     Raises:
         SchedulingError: There is no such policy, it is an oracle and the durations are missing, or it learns where jobs
-            go and a placement is given, or it needs trained agents and they are missing or cannot be used.
+            go and a placement is given, or the trained agents cannot be used.
     """
     if placement is not None and name in _OWN_PLACEMENT:
         raise SchedulingError(f"policy {name!r} learns where jobs go; leave the placement out")
-    if name == "dual":
-        if policy_file is None:
-            raise SchedulingError(
-                "policy 'dual' needs trained agents: make them with torchext train-policy, then name the file"
-                " (--policy-file, or policy_file=)"
-            )
-        return Dual(load_policy(policy_file), budget_s=budget_s)
+    if name in LEARNED:
+        return LEARNED[name](load_policy(policy_file), budget_s=budget_s)
     options = {} if placement is None else {"placement": placement}
     if name in POLICIES:
         return POLICIES[name](**options)
     if name not in ORACLES:
-        raise SchedulingError(f"there is no policy {name!r}; choose from {', '.join([*POLICIES, 'dual', *ORACLES])}")
+        raise SchedulingError(f"there is no policy {name!r}; choose from {', '.join([*POLICIES, *LEARNED, *ORACLES])}")
     if durations_s is None:
         raise SchedulingError(f"policy {name!r} is told the true durations, so it works on recorded jobs only")
     return ORACLES[name](durations_s=durations_s, **options)
