@@ -63,11 +63,12 @@ def test_replication_reports_each_figure() -> None:
 
 
 def test_dual_compares_contenders_on_the_same_windows(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
     trace = HERE.parents[1] / "examples" / "data" / "philly_2017-10-09.csv"
     words = ("--trace", trace, "--cluster", "synthetic:6", "--windows", "2", "--jobs", "20")
     printed = _run(HERE / "dual.py", *words, "--json", tmp_path / "out.json")
-    rows = json.loads((tmp_path / "out.json").read_text())["windows"]
-    assert {"packed", "machine mean, comparative", "RWGP, comparative", "oracle, comparative"} <= set(rows)
+    rows = json.loads((tmp_path / "out.json").read_text())[trace.name]
+    assert {"machine mean, comparative", "RWGP, patient", "oracle*, comparative", "dual", "dual, no sd"} <= set(rows)
     assert all(len(row["jct_h"]) == 2 for row in rows.values())
     assert "JCT against machine mean, comparative" in printed
 
