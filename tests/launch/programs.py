@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -33,10 +33,12 @@ class Program:
         environment: What it was given; what others start with the same counts as started by it.
     """
 
-    def __init__(self, words: Sequence[str], *, cwd: Path | None = None) -> None:
+    def __init__(
+        self, words: Sequence[str], *, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         self._mark = uuid.uuid4().hex
         self.output = ""
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", _MARKER: self._mark}
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {}), _MARKER: self._mark}
         self.environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         self._popen = subprocess.Popen(
             list(words),

@@ -6,14 +6,17 @@ import dataclasses
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from tests.launch.programs import Program
+from tests.launch.slurm import Slurm
+from torchext.launch.folders import read_json
 from torchext.launch.queue.client import Client
 from torchext.launch.queue.submit import describe
+from torchext.launch.queue.types import PartKey
 
 
 class Queue:
@@ -23,10 +26,18 @@ class Queue:
         folder: Where the daemon keeps everything; may hold what an earlier one has left.
         cluster: As ``--cluster`` takes it.
         options: Further words of ``torchext queue start``.
+        environment: Further variables of the daemon.
     """
 
-    def __init__(self, folder: Path, cluster: str = "1x2", options: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        cluster: str = "1x2",
+        options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.folder = folder
+        self._environment = environment
         self._words = [
             sys.executable,
             "-m",
@@ -65,7 +76,7 @@ class Queue:
         return {pid for program in self._programs for pid in program.processes()}
 
     def start(self) -> None:
-        program = Program(self._words)
+        program = Program(self._words, environment=self._environment)
         try:
             program.wait_for("queue ready at .*\n")
         except BaseException as error:
@@ -106,3 +117,31 @@ class Queue:
 
     def wait_for_log(self, number: int, text: str, run: int = 1) -> None:
         self.wait_until(lambda: self.job(number)["num_runs"] >= run and text in self.log(number, run))
+
+
+class Engine:
+    """What runs the jobs of queues: this machine, or a Slurm of its own.
+
+    Args:
+        slurm: That Slurm, if so.
+    """
+
+    def __init__(self, slurm: Slurm | None) -> None:
+        self.slurm = slurm
+
+    def queue(self, folder: Path, cluster: str = "1x2", *options: str) -> Queue:
+        """Makes a queue; start it with ``with``."""
+        if self.slurm is None:
+            return Queue(folder, cluster, options)
+        return Queue(folder, cluster, ("--engine", "slurm", *options), self.slurm.environment)
+
+    def part(self, queue: Queue, job: int, run: int = 1, node: int = 0) -> Path:
+        """The folder of a part of a run."""
+        machine = queue.job(job)["runs"][run - 1]["machines"][node][0]
+        root = queue.folder / "slurm" if self.slurm else queue.folder / "machines" / machine
+        return PartKey(job, run, node).folder(root)
+
+    def keeper(self, queue: Queue, job: int, run: int = 1, node: int = 0) -> int:
+        """The process that runs a part: the keeper of `torchext run`."""
+        pid: int = read_json(self.part(queue, job, run, node) / "pid.json")["pid"]
+        return pid

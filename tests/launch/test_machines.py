@@ -26,7 +26,7 @@ _KEY = PartKey(1, 1, 0)
 
 
 def _part(slots: tuple[int, ...] = (0,), **env: str) -> Part:
-    return Part(_KEY, ("train.py",), sys.executable, "/", env, 1.0, slots, holds_store=False)
+    return Part(_KEY, ("train.py",), sys.executable, "/", env, 1.0, slots, ("a",), holds_store=False)
 
 
 @pytest.mark.parametrize(

@@ -13,20 +13,12 @@ from pathlib import Path
 import pytest
 
 from tests.launch.programs import WORKER, Program, children
-from tests.launch.queues import Queue
+from tests.launch.queues import Engine, Queue
 from torchext import cli
 from torchext.launch.errors import LaunchError
-from torchext.launch.folders import read_json
 from torchext.launch.queue.client import Client
 
 pytestmark = pytest.mark.timeout(300)  # on a slow machine; each wait has its own, shorter one
-
-
-def _runner(queue: Queue, job: int, run: int = 1, machine: str = "node0") -> int:
-    """The process that runs the first node's part of a job: the keeper of `torchext run`."""
-    folder = queue.folder / "machines" / machine / str(job) / f"run-{run}" / "node-0"
-    pid: int = read_json(folder / "pid.json")["pid"]
-    return pid
 
 
 def _queue(capsys: pytest.CaptureFixture[str], queue: Queue, *words: str) -> tuple[int, str, str]:
@@ -100,8 +92,8 @@ def test_jobs_are_submitted_run_and_told_about(
         assert "torchext queue start" in err
 
 
-def test_an_urgent_job_stops_another_which_saves_and_goes_on(tmp_path: Path) -> None:
-    with Queue(tmp_path / "q", "1x1", ("--policy", "las")) as queue:
+def test_an_urgent_job_stops_another_which_saves_and_goes_on(engine: Engine, tmp_path: Path) -> None:
+    with engine.queue(tmp_path / "q", "1x1", "--policy", "las") as queue:
         go, urgent_go = tmp_path / "go", tmp_path / "urgent"
         steps = ("save", "0.1", "show", "TORCHEXT_JOB_FOLDER", "say", "ready", "wait", str(go))
         low = queue.submit("--grace", "9", WORKER, *steps)
@@ -121,8 +113,8 @@ def test_an_urgent_job_stops_another_which_saves_and_goes_on(tmp_path: Path) -> 
         assert folder in queue.log(low, 2)
 
 
-def test_a_killed_daemon_loses_no_job_and_starts_none_twice(tmp_path: Path) -> None:
-    with Queue(tmp_path / "q") as queue:
+def test_a_killed_daemon_loses_no_job_and_starts_none_twice(engine: Engine, tmp_path: Path) -> None:
+    with engine.queue(tmp_path / "q") as queue:
         go = tmp_path / "go"
         running = queue.submit(
             "--nproc-per-node", "1", "--grace", "9", WORKER, "save", "0.1", "say", "ready", "wait", str(go)
@@ -131,12 +123,12 @@ def test_a_killed_daemon_loses_no_job_and_starts_none_twice(tmp_path: Path) -> N
         waiting = queue.submit("--nproc-per-node", "2", WORKER)
         for job in (running, stopped):
             queue.wait_for_log(job, "ready")
-        keeper = _runner(queue, running)
+        keeper = engine.keeper(queue, running)
         with pytest.raises(AssertionError, match=r"a queue runs in .* already"):
             Queue(tmp_path / "q").start()
         queue.kill()
         queue.start()
-        assert _runner(queue, running) == keeper
+        assert engine.keeper(queue, running) == keeper
         queue.client.call("cancel", job=stopped)
         queue.wait_for_state(stopped, "cancelled")
         assert "rank 0 saved" in queue.log(stopped)
@@ -181,19 +173,19 @@ def test_a_full_disk_loses_nothing_and_is_recovered_from(tmp_path: Path) -> None
 
 
 @pytest.mark.slow  # the drill of the default run does such things, too
-def test_jobs_outlive_what_is_killed_of_them_and_nothing_is_left(tmp_path: Path) -> None:
-    with Queue(tmp_path / "q") as queue:
+def test_jobs_outlive_what_is_killed_of_them_and_nothing_is_left(engine: Engine, tmp_path: Path) -> None:
+    with engine.queue(tmp_path / "q") as queue:
         go = tmp_path / "go"
         job = queue.submit("--grace", "1", WORKER, "spawn", "say", "ready", "wait", str(go))
         queue.wait_for_log(job, "ready", 1)
         started = queue.daemon.processes() - {queue.daemon.pid}
-        keeper = _runner(queue, job, 1)
+        keeper = engine.keeper(queue, job, 1)
         (agent,) = children(keeper)
         for pid in (keeper, agent):
             os.kill(pid, signal.SIGKILL)  # nobody is left to end the child in a session of its own
         queue.wait_for_log(job, "ready", 2)
         assert not started & queue.daemon.processes()
-        (agent,) = children(_runner(queue, job, 2))
+        (agent,) = children(engine.keeper(queue, job, 2))
         os.kill(agent, signal.SIGKILL)
         queue.wait_for_log(job, "ready", 3)
         go.touch()

@@ -49,6 +49,24 @@ def read_json(path: Path) -> Any:
         return None
 
 
+def read_endpoint(folder: Path) -> str | None:
+    """Says where the store of the run is, once a part that holds it has written that."""
+    try:
+        return (folder / "endpoint").read_text()
+    except FileNotFoundError:
+        return None
+
+
+def read_piece(path: Path, offset: int, size: int) -> bytes:
+    """Reads a piece of a log; empty where there is none yet."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+    except FileNotFoundError:
+        return b""
+
+
 def lock(path: Path) -> int | None:
     """Opens and locks a file; returns its descriptor, which processes may inherit, or None if another has it locked."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -6,7 +6,6 @@ It may be killed: jobs go on, and an agent started anew within the lease finds t
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import Any
 from torchext.launch.errors import LaunchError
 from torchext.launch.folders import lock, write_whole
 from torchext.launch.queue.client import Client, QueueGoneError
+from torchext.launch.queue.lease import write_lease
 from torchext.launch.queue.node import LocalNode
 from torchext.launch.queue.types import Part, PartKey, PartState
 
@@ -99,11 +99,6 @@ class _Agent:
         for word, offset, size in told["logs"]:
             data = self._node.read_log(PartKey.parse(word), offset, size)
             self._logs.append([word, offset, size, base64.b64encode(data).decode()])
-
-
-def write_lease(path: Path, until_s: float) -> None:
-    """Lets the runners of this machine go on until then, on CLOCK_BOOTTIME, which nobody sets."""
-    write_whole(path, json.dumps({"until_s": until_s}))
 
 
 def _id_of(folder: Path) -> str:

@@ -47,9 +47,10 @@ def parser() -> argparse.ArgumentParser:
     start.add_argument("--policy", default="qssf", help="who runs next and where, default qssf; see torchext simulate")
     start.add_argument(
         "--engine",
-        choices=["local", "nodes"],
+        choices=["local", "nodes", "slurm"],
         default="local",
-        help="what runs jobs: this machine, for all of the cluster; or node agents (torchext node join)",
+        help="what runs jobs: this machine, for all of the cluster; node agents (torchext node join); or Slurm, whose "
+        "nodes are the cluster if no other is given",
     )
     start.add_argument(
         "--lease",
@@ -98,8 +99,7 @@ def _start(args: argparse.Namespace) -> int:
     if args.detach:
         return _detach(folder, args)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
-    lease_s = args.lease if args.engine == "nodes" else None
-    daemon = Daemon(folder, cluster=cluster, policy=args.policy, lease_s=lease_s)
+    daemon = Daemon(folder, cluster=cluster, policy=args.policy, engine=args.engine, lease_s=args.lease)
     try:
         asyncio.run(daemon.run(listen=args.listen, ready=lambda url: print(_READY + url, flush=True)))
     finally:

@@ -27,6 +27,7 @@ from torchext.launch.folders import lock, write_whole
 from torchext.launch.queue.dispatcher import Dispatcher
 from torchext.launch.queue.node import LocalNode, Node
 from torchext.launch.queue.remote import NotYet, RemoteNode
+from torchext.launch.queue.slurm_engine import SlurmEngine, discover
 from torchext.launch.queue.store import JobRow, RunRow, Store
 from torchext.launch.queue.types import JobState, PartKey, Submission
 from torchext.scheduling import Cluster, Machine, make_policy
@@ -60,8 +61,8 @@ class Daemon:
         folder: Where it keeps everything; one daemon per folder.
         cluster: The machines; None: this one.
         policy: Name of the policy.
-        lease_s: None: this machine runs the jobs of all machines. Otherwise node agents run them, and this is how long
-            jobs go on when their agent or machine is silent.
+        engine: Who runs the jobs: ``local``, this machine, for all of the cluster; ``nodes``, node agents; ``slurm``.
+        lease_s: How long jobs of a node agent go on when it or its machine is silent.
 
     Raises:
         LaunchError: Another daemon runs in the folder, or what it holds does not fit the cluster.
@@ -73,7 +74,8 @@ class Daemon:
         *,
         cluster: Cluster | None = None,
         policy: str = "qssf",
-        lease_s: float | None = None,
+        engine: str = "local",
+        lease_s: float = 300.0,
     ) -> None:
         folder = folder.absolute()  # jobs have other working directories
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,16 +86,26 @@ class Daemon:
         self._held = held
         with contextlib.ExitStack() as undone:
             undone.callback(os.close, held)
-            devices = None
-            if cluster is None:
-                cluster, devices = this_machine()
+            self._remote: dict[str, RemoteNode] = {}
+            self._slurm: SlurmEngine | None = None
+            self._nodes: Mapping[str, Node]
+            if engine == "slurm":
+                cluster = cluster or discover()
+                self._slurm = SlurmEngine(folder / "slurm", cluster)
+                undone.callback(self._slurm.close)
+                self._nodes = self._slurm.nodes
+            else:
+                devices = None
+                if cluster is None:
+                    cluster, devices = this_machine()
+                if engine == "nodes":
+                    self._nodes = self._remote = {m.name: RemoteNode(m.name, lease_s) for m in cluster.machines}
+                else:
+                    self._nodes = {
+                        m.name: LocalNode(folder / "machines" / m.name, devices=devices) for m in cluster.machines
+                    }
             self._cluster = cluster
             self._policy = policy
-            self._remote = {} if lease_s is None else {m.name: RemoteNode(m.name, lease_s) for m in cluster.machines}
-            self._nodes: Mapping[str, Node] = self._remote or {
-                machine.name: LocalNode(folder / "machines" / machine.name, devices=devices)
-                for machine in cluster.machines
-            }
             self._store = Store(folder / "queue.sqlite")
             undone.callback(self._store.close)
             self._dispatcher = self._make_dispatcher()
@@ -155,6 +167,8 @@ class Daemon:
     def close(self) -> None:
         """Lets go of the folder. Idempotent."""
         if self._held >= 0:
+            if self._slurm is not None:
+                self._slurm.close()
             self._store.close()
             os.close(self._held)
             self._held = -1
@@ -162,11 +176,13 @@ class Daemon:
     async def _tick(self) -> None:
         pause_s = _TICK_S
         try:
-            for name, node in self._remote.items():
+            for name, node in self._nodes.items():
                 self._dispatcher.set_away(name, node.away)
             self._dispatcher.tick()
-            for name, node in self._remote.items():
-                node.forget(self._dispatcher.open_parts(name).keys())
+            for name, remote in self._remote.items():
+                remote.forget(self._dispatcher.open_parts(name).keys())
+            if self._slurm is not None:
+                self._slurm.keep(self._dispatcher.open_parts())
         except (OSError, sqlite3.Error) as error:
             # What is in memory may differ from what is stored; the latter is right, as after a crash.
             logger.error("cannot go on (%s); trying again from what is stored", error)
@@ -179,10 +195,11 @@ class Daemon:
 
     def _make_dispatcher(self) -> Dispatcher:
         made = Dispatcher(self._store, self._cluster, make_policy(self._policy), self._nodes, folder=self._folder)
-        for name, node in self._remote.items():
+        for name, node in self._nodes.items():
             made.set_away(name, node.away)
+        for name, remote in self._remote.items():
             for key, grace_s in made.open_parts(name).items():
-                node.expect(key, grace_s)
+                remote.expect(key, grace_s)
         return made
 
     def _stop(self) -> None:

@@ -523,6 +523,7 @@ class Dispatcher:
             env=env,
             grace_s=asked.grace_s,
             slots=run.slots[key.node],
+            machines=tuple(name for name, _ in run.machines),
             holds_store=key.node == 0 and len(run.machines) > 1,
         )
         self._nodes[run.machines[key.node][0]].start(part)

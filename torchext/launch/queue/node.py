@@ -25,6 +25,11 @@ SPARE_S = 15.0  # beyond the grace, before what should have ended is killed from
 class Node(Protocol):
     """A machine as the dispatcher sees it. Nothing blocks for long."""
 
+    @property
+    def away(self) -> bool:
+        """Whether it takes nothing new at present."""
+        ...
+
     def start(self, part: Part) -> None:
         """Starts a part, once: one that has been started before is left alone."""
         ...
@@ -68,6 +73,11 @@ class LocalNode:
         self._kill_at: dict[PartKey, float] = {}  # parts that are asked to end
         self._signalled: set[PartKey] = set()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def away(self) -> bool:
+        """See `Node`."""
+        return False
 
     def start(self, part: Part) -> None:
         """See `Node`.
@@ -141,7 +151,7 @@ class LocalNode:
             child.poll()  # else it would stay as one that has ended and is not waited for
         if folders.is_locked(folder / "lock"):
             self._follow_up(key, folder)
-            return PartReport(PartState.RUNNING, endpoint=_read_endpoint(folder))
+            return PartReport(PartState.RUNNING, endpoint=folders.read_endpoint(folder))
         result = folders.read_json(folder / "result.json")
         self._children.pop(key, None)
         self._kill_at.pop(key, None)
@@ -151,7 +161,7 @@ class LocalNode:
                 with contextlib.suppress(OSError):  # a full disk; we look again
                     (folder / "lost").touch()
             return PartReport(PartState.LOST)
-        return PartReport(PartState.ENDED, status=result["status"], endpoint=_read_endpoint(folder))
+        return PartReport(PartState.ENDED, status=result["status"], endpoint=folders.read_endpoint(folder))
 
     def end(self, key: PartKey) -> None:
         """See `Node`."""
@@ -171,15 +181,10 @@ class LocalNode:
 
     def read_log(self, key: PartKey, offset: int, size: int) -> bytes:
         """See `Node`."""
-        try:
-            with open(self._path(key) / "output.log", "rb") as file:
-                file.seek(offset)
-                return file.read(size)
-        except FileNotFoundError:
-            return b""
+        return folders.read_piece(self._path(key) / "output.log", offset, size)
 
     def _path(self, key: PartKey) -> Path:
-        return self._folder / str(key.job) / f"run-{key.run}" / f"node-{key.node}"
+        return key.folder(self._folder)
 
     def _follow_up(self, key: PartKey, folder: Path) -> None:
         """Sees to it that a part that runs, and has been asked to end, does."""
@@ -193,13 +198,6 @@ class LocalNode:
         if now > self._kill_at[key]:
             logger.warning("part %s has not ended in its grace: killing it", key)
             _kill_marked(folder)
-
-
-def _read_endpoint(folder: Path) -> str | None:
-    try:
-        return (folder / "endpoint").read_text()
-    except FileNotFoundError:
-        return None
 
 
 def _signal(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from torchext.launch.folders import read_json, write_pid, write_whole
+from torchext.launch.queue.lease import is_over
 
 _LEASE_S = 1.0  # between looks at the lease
 
@@ -48,8 +49,7 @@ def _watch_lease(path: Path) -> None:
     """Ends this run, as SIGTERM does, once the lease of the machine is over: the job may be started elsewhere then."""
 
     def look(number: int, frame: FrameType | None) -> None:
-        lease = read_json(path)
-        if lease is not None and time.clock_gettime(time.CLOCK_BOOTTIME) > lease["until_s"]:
+        if is_over(path):
             signal.setitimer(signal.ITIMER_REAL, 0)
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torchext.launch.errors import LaunchError
@@ -141,6 +142,10 @@ class PartKey:
     def __str__(self) -> str:
         return f"{self.job}.{self.run}.{self.node}"
 
+    def folder(self, root: Path) -> Path:
+        """Where its files are, below the folder of its machine."""
+        return root / str(self.job) / f"run-{self.run}" / f"node-{self.node}"
+
     @classmethod
     def parse(cls, text: str) -> PartKey:
         """Reads what ``str`` has given."""
@@ -160,6 +165,7 @@ class Part:
         env: Environment, complete.
         grace_s: As in `Submission`.
         slots: Which slots (GPUs) of the machine it gets.
+        machines: Names of all machines of its run, by place.
         holds_store: Whether it holds the store of its run and so says where that is.
     """
 
@@ -170,6 +176,7 @@ class Part:
     env: Mapping[str, str]
     grace_s: float
     slots: tuple[int, ...]
+    machines: tuple[str, ...]
     holds_store: bool
 
     def to_dict(self) -> dict[str, Any]:
@@ -185,6 +192,7 @@ class Part:
                 "key": PartKey(**fields["key"]),
                 "words": tuple(fields["words"]),
                 "slots": tuple(fields["slots"]),
+                "machines": tuple(fields["machines"]),
             }
         )
 
