@@ -24,7 +24,7 @@ class Queue:
 
     Args:
         folder: Where the daemon keeps everything; may hold what an earlier one has left.
-        cluster: As ``--cluster`` takes it.
+        cluster: As ``--cluster`` takes it; empty: none is said.
         options: Further words of ``torchext queue start``.
         environment: Further variables of the daemon.
     """
@@ -46,9 +46,8 @@ class Queue:
             "start",
             "--folder",
             str(folder),
-            "--cluster",
-            cluster,
         ]
+        self._words += ["--cluster", cluster] if cluster else []
         self._words += options
         self._programs: list[Program] = []
         self._clients: list[Client] = []

@@ -80,7 +80,6 @@ class Slurm:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._stack = contextlib.ExitStack()
-        self._standing: set[int] = set()
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
         self.environment = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": _path()}
 
@@ -107,7 +106,6 @@ class Slurm:
             for node in NODES:
                 self.start_node(node)
             self._wait(lambda: self.call("sinfo", "--noheader", "--states=idle", "--format=%D").strip() == "4")
-            self._standing = self._processes()  # the controller has a process besides the one that was started
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -143,8 +141,7 @@ class Slurm:
     def wait_until_idle(self) -> None:
         """Blocks until no job is left, and no process of one."""
         self._wait(lambda: not self.call("squeue", "--noheader"))
-        standing = self._standing | {daemon.pid for daemon in self._daemons.values()}
-        self._wait(lambda: self._processes() <= standing)
+        self._wait(lambda: not any(_is_of_job(pid) for pid in self._processes()))
 
     def kill_node(self, node: str) -> None:
         """The daemon of the node is killed, and the controller notices, as it does after its timeout."""
@@ -180,3 +177,11 @@ class Slurm:
                 words = "".join(f"{file}: {file.read_text(errors='replace')}\n" for file in self._folder.glob("*.out"))
                 raise AssertionError(f"Slurm is not up; ended {ended}\n{words}")
             time.sleep(0.05)
+
+
+def _is_of_job(pid: int) -> bool:
+    try:
+        within = b"\0SLURM_JOB_ID=" in Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return False  # it has ended
+    return within or "slurmstepd" in leaks.command(pid)

@@ -118,7 +118,7 @@ class Daemon:
             "submit": lambda job: self._dispatcher.submit(Submission.from_json(job)),
             "cancel": lambda job: self._dispatcher.cancel(job),
             "requeue": lambda job: self._dispatcher.requeue(job),
-            "drain": lambda machine, now: self._dispatcher.drain(machine, now=now),
+            "drain": lambda machine, now=False: self._dispatcher.drain(machine, now=now),
             "undrain": lambda machine: self._dispatcher.undrain(machine),
             "jobs": self._list,
             "job": self._describe,
