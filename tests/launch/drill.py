@@ -1,6 +1,9 @@
-"""A queue of short jobs on three machines while daemon, agents, keepers and workers are killed at random.
+"""A queue of short jobs on three machines while all sorts of things go wrong, at random.
 
     python -m tests.launch.drill --faults 100 --seed 0
+
+Daemon, agents of machines, keepers, agents of jobs and workers are killed, the clock of all of them jumps by days, and
+for root, who may mount a file system of its own for it, the disk is full for a while.
 
 Each job writes a line when it begins, holds a lock while it runs, and writes another when it ends. At the end every job
 must have ended exactly once, none may have met its own lock, and no process may be left.
@@ -13,9 +16,11 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.launch.programs import Program, children
@@ -25,6 +30,7 @@ from torchext.launch.folders import read_json
 _JOB = str(Path(__file__).with_name("drill_job.py"))
 _MACHINES = ("node0", "node1", "node2")
 _RECOVERY_S = 90.0
+_SHIFTED = str(Path(__file__).with_name("shifted_clock"))
 
 
 class Drill:
@@ -33,16 +39,21 @@ class Drill:
     Args:
         folder: For everything.
         seed: Of the choices.
+        small_disk: Whether the folder is on a file system that may be filled.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, *, small_disk: bool = False) -> None:
         self._folder = folder
         self._random = random.Random(seed)
-        self._queue = Queue(folder / "q", "3x1", ("--engine", "nodes", "--lease", "20"))
+        self._clock = folder / "clock"
+        path = os.pathsep.join([_SHIFTED, *(p for p in sys.path if p)])
+        self._environment = {"PYTHONPATH": path, "TORCHEXT_TEST_CLOCK": str(self._clock)}
+        self._queue = Queue(folder / "q", "3x1", ("--engine", "nodes", "--lease", "20"), self._environment)
         self._agents: dict[str, Program] = {}
         self._stack = contextlib.ExitStack()
         self._jobs: list[int] = []
-        self.counts = dict.fromkeys(("daemon", "agent of a machine", "keeper", "agent of a job", "worker"), 0)
+        kinds = ("daemon", "agent of a machine", "keeper", "agent of a job", "worker", "clock")
+        self.counts = dict.fromkeys((*kinds, "full disk") if small_disk else kinds, 0)
 
     def run(self, num_faults: int, num_jobs: int) -> None:
         """Submits jobs, injects faults while they run, and waits for the end of all."""
@@ -68,7 +79,7 @@ class Drill:
 
     def _join(self, name: str) -> None:
         words = [sys.executable, "-m", "torchext", "node", "join", str(self._queue.folder), "--name", name]
-        program = Program([*words, "--folder", str(self._folder / name)])
+        program = Program([*words, "--folder", str(self._folder / name)], environment=self._environment)
         self._agents[name] = self._stack.enter_context(program)
 
     def _inject(self, what: str) -> None:
@@ -81,6 +92,10 @@ class Drill:
             self._agents[name].wait()
             assert self._agents[name].processes() == set()  # jobs carry the mark of the queue
             self._join(name)
+        elif what == "clock":
+            self._clock.write_text(str(self._random.uniform(-1e6, 1e6)))
+        elif what == "full disk":
+            self._fill_disk(self._random.uniform(0.1, 3.0))
         else:
             found: list[int] = []
 
@@ -94,6 +109,17 @@ class Drill:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._random.choice(found), signal.SIGKILL)
         self.counts[what] += 1
+
+    def _fill_disk(self, seconds: float) -> None:
+        filler = self._folder / "filler"
+        end = time.monotonic() + seconds
+        with open(filler, "wb", buffering=0) as file:
+            while time.monotonic() < end:  # what others give back is taken, too
+                try:
+                    file.write(b"x" * 4096)
+                except OSError:
+                    time.sleep(0.005)
+        filler.unlink()
 
     def _targets(self, what: str) -> list[int]:
         """Processes of running jobs: their keepers, the agents below, or the workers below those."""
@@ -131,6 +157,16 @@ class Drill:
         return found
 
 
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """Mounts a file system that is easily filled; needs root."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
 def main() -> None:
     """Runs one drill and says what it did."""
     parser = argparse.ArgumentParser(description="Kill parts of a queue at random.")
@@ -139,8 +175,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="torchext-drill-") as name:
-        drill = Drill(Path(name), args.seed)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="torchext-drill-")))
+        if os.geteuid() == 0:
+            stack.enter_context(small_disk(folder))
+        drill = Drill(folder, args.seed, small_disk=os.geteuid() == 0)
         drill.run(args.faults, args.jobs or 3 + args.faults // 2)
         print(f"seed {args.seed}: all jobs done after {drill.counts}, in {time.monotonic() - begin:.0f} s")
 

@@ -38,8 +38,9 @@ class Program:
     ) -> None:
         self._mark = uuid.uuid4().hex
         self.output = ""
-        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {}), _MARKER: self._mark}
-        self.environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        path = os.pathsep.join(p for p in sys.path if p)
+        common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        self.environment = {**os.environ, **common, **(environment or {}), _MARKER: self._mark}
         self._popen = subprocess.Popen(
             list(words),
             stdin=subprocess.DEVNULL,

@@ -5,6 +5,7 @@ Started as ``python -m torchext.launch.queue.runner FOLDER`` with the lock of th
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from torchext.launch.folders import read_json, write_pid, write_whole
 from torchext.launch.queue.lease import is_over
 
 _LEASE_S = 1.0  # between looks at the lease
+_AGAIN_S = 1.0  # after the disk was full
 
 
 def main(folder: Path) -> int:
@@ -26,8 +28,20 @@ def main(folder: Path) -> int:
     write_pid(folder, os.getpid())
     status = 143 if (folder / "end").exists() else _run(folder)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it has ended, and must not be taken for lost now
-    write_whole(folder / "result.json", json.dumps({"status": status, "end_s": time.time()}))
+    _leave(folder / "result.json", json.dumps({"status": status, "end_s": time.time()}))
     return status
+
+
+def _leave(path: Path, text: str) -> None:
+    """Writes the result; where the disk is full, once there is room: without one the run would count as lost."""
+    while True:
+        try:
+            write_whole(path, text)
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            time.sleep(_AGAIN_S)
 
 
 def _run(folder: Path) -> int:
