@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,39 @@ def test_a_second_ctrl_c_ends_the_grace() -> None:
         program.wait_for("death signal")
         program.signal(signal.SIGINT)
         assert program.wait() == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("moment", "fails"),
+    [
+        pytest.param("_rendezvous:before:1", False, marks=pytest.mark.slow),
+        pytest.param("_start_workers:before:1", False, marks=pytest.mark.slow),
+        pytest.param("_start_workers:after:1", False, marks=pytest.mark.slow),
+        pytest.param("_monitor_workers:before:2", False, marks=pytest.mark.slow),
+        # Rank 1 fails, and rank 0 has its grace, which a signal does not shorten; after that nothing starts again.
+        pytest.param("_end_workers:before:1", True, marks=pytest.mark.slow),
+        ("_shutdown:before:1", True),
+        pytest.param("_shutdown:after:1", True, marks=pytest.mark.slow),
+        pytest.param("_rendezvous:before:2", True, marks=pytest.mark.slow),
+        pytest.param("_rendezvous:after:2", True, marks=pytest.mark.slow),
+        pytest.param("_start_workers:before:2", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_the_run_at_whatever_moment_it_comes(moment: str, fails: bool, tmp_path: Path) -> None:
+    signalled = str(Path(WORKER).with_name("signalled.py"))
+    go = tmp_path / "go"
+    steps = ("save", "0.5", "say", "ready", "wait", str(go), "fail-first", "1", "3", "stay")
+    words = (sys.executable, signalled, moment, "SIGTERM", "--max-restarts", "1", *_TWO, *steps)
+    with Program(words) as program:
+        if fails:
+            program.wait_for("ready", 2)
+            go.touch()
+        assert program.wait() == 128 + signal.SIGTERM
+        assert program.processes() == set()
+        assert "attempt 1" not in program.output
+        if fails:
+            assert program.output.count("rank 0 saved") == 1
+        assert "Traceback" not in program.output
 
 
 def _failing_peer(go: Path) -> tuple[str, ...]:

@@ -65,8 +65,9 @@ class Agent(LocalElasticAgent):
         self._pcontext: PContext | None = None
         self._ending_by: float | None = None  # when the present workers, asked to end, will be killed
         self._success: RunResult | None = None  # of the present workers, while those of other nodes still run
-        self._signalled = False
-        self._in_a_hurry = False  # a SIGINT has come after the signal that ends the run
+        self._signalled: signal.Signals | None = None  # the first signal, which ends the run
+        self._is_ending_workers = False
+        self._in_a_hurry = False  # a SIGINT has come while workers end, or after the signal that ends the run
 
     # Starting
 
@@ -84,18 +85,27 @@ class Agent(LocalElasticAgent):
         assert context is not None
         # torch closes a context in several places, most of them with 30 s of grace, whatever the user has asked for.
         context.close = functools.partial(self._end_workers, context)  # type: ignore[method-assign]
-        for number in _signals_to_handle():
-            signal.signal(number, self._receive)
+        self._handle_signals()
         return pids
 
+    def _handle_signals(self) -> None:
+        """Takes the place of torch's handlers, which throw the agent out of the ending that it has begun."""
+        for number in _signals_to_handle():
+            signal.signal(number, self._receive)
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        """Stands in for torch's handler, which also throws the agent out of the ending that it has begun."""
         received = signal.Signals(number)
-        if self._signalled:
-            self._in_a_hurry = self._in_a_hurry or received == signal.SIGINT
+        if received == signal.SIGINT and (self._is_ending_workers or self._signalled is not None):
+            self._in_a_hurry = True
+        if self._signalled is not None:
             return
-        self._signalled = True
-        raise SignalException(f"process {os.getpid()} got signal {received.name}", received)
+        self._signalled = received
+        if not self._is_ending_workers:  # else it is raised once they have ended
+            self._raise_signal()
+
+    def _raise_signal(self) -> None:
+        assert self._signalled is not None
+        raise SignalException(f"process {os.getpid()} got signal {self._signalled.name}", self._signalled)
 
     # Watching
 
@@ -140,9 +150,12 @@ class Agent(LocalElasticAgent):
     ) -> None:
         """Stands in for `PContext.close`: asks once, waits for whole process groups, then kills them.
 
-        Signals that come meanwhile are kept for later; SIGINT, the impatient user's, ends the grace.
+        A signal that comes meanwhile ends the run once they have ended; SIGINT, the impatient user's, ends the grace.
         """
-        with _Waiting() as waiting:
+        self._handle_signals()  # torch may have set its own when it started these workers
+        was_signalled = self._signalled is not None
+        self._is_ending_workers = True
+        try:
             first = self._ending_by is None
             if self._ending_by is None:
                 self._ending_by = time.monotonic() + self._grace_s
@@ -153,39 +166,16 @@ class Agent(LocalElasticAgent):
                 if first:
                     for pid in _left(groups):
                         _signal_group(pid, death_sig or signal.SIGTERM)
-                while _left(groups) and time.monotonic() < self._ending_by:
-                    if waiting.in_a_hurry or self._in_a_hurry:
-                        break
+                while _left(groups) and time.monotonic() < self._ending_by and not self._in_a_hurry:
                     time.sleep(_POLL_S)
                 for pid in _left(groups):
                     logger.warning("worker %s has not ended within the grace of %g s: killing it", pid, self._grace_s)
                     _signal_group(pid, signal.SIGKILL)
                 PContext.close(context, death_sig, _KILLED_S)  # waits for the last, and for their last words
-        if first and waiting.received is not None:
-            raise SignalException(f"received {waiting.received.name} while ending workers", waiting.received)
-
-
-class _Waiting:
-    """Keeps signals back while workers end: the handlers that torch installs would break off the wait."""
-
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self.in_a_hurry = False
-        self._previous: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> _Waiting:
-        for number in _signals_to_handle():
-            self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT:
-            self.in_a_hurry = True
-        self.received = signal.Signals(number)
+        finally:
+            self._is_ending_workers = False
+        if self._signalled is not None and not was_signalled:
+            self._raise_signal()
 
 
 def _signals_to_handle() -> list[signal.Signals]:
