@@ -6,10 +6,12 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from torchext.launch.errors import LaunchError
+from torchext.launch.queue import remote
 from torchext.launch.queue.daemon import Daemon
 from torchext.launch.queue.store import RunRow, Store
 from torchext.launch.queue.submit import describe
@@ -59,3 +61,31 @@ def test_a_daemon_that_cannot_start_lets_go_of_its_folder(tmp_path: Path, monkey
     store.save_run(run)
     store.close()
     Daemon(folder, cluster=Cluster((Machine("a", 2),))).close()
+
+
+class _Still:
+    """Stands in for the module `time`: no time goes by."""
+
+    def monotonic(self) -> float:
+        return 1000.0
+
+
+def test_a_daemon_knows_after_a_restart_who_spoke_for_a_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "time", _Still())
+
+    def hear(daemon: Daemon, agent: str) -> dict[str, Any]:
+        request = {"op": "sync", "machine": "a", "agent": agent, "reports": [], "logs": [], "have": []}
+        return daemon._answer(json.dumps(request).encode(), None)
+
+    for life in range(2):
+        daemon = Daemon(tmp_path / "q", cluster=Cluster((Machine("a", 2),)), engine="nodes")
+        try:
+            if life:  # before the first is heard again, whose jobs may run still
+                assert "machine 'a' has an agent already" in hear(daemon, "two")["error"]
+                assert daemon._remote["a"].away
+            assert "result" in hear(daemon, "one")
+            assert not daemon._remote["a"].away
+        finally:
+            daemon.close()

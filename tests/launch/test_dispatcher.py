@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from torchext.launch.errors import LaunchError
-from torchext.launch.queue.dispatcher import Clock, Dispatcher
+from torchext.launch.queue.clock import Clock
+from torchext.launch.queue.dispatcher import Dispatcher
 from torchext.launch.queue.store import Store
 from torchext.launch.queue.types import JobState, Part, PartKey, PartReport, PartState, Submission
 from torchext.scheduling import LAS, Cluster, Machine, Policy, make_policy

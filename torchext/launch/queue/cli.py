@@ -224,7 +224,7 @@ def _logs(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
-    from torchext.launch.queue.dispatcher import explain
+    from torchext.launch.queue.words import explain
     from torchext.scheduling import PlannedStart
 
     with Client(args.queue) as client:

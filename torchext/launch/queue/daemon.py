@@ -86,6 +86,9 @@ class Daemon:
         self._held = held
         with contextlib.ExitStack() as undone:
             undone.callback(os.close, held)
+            self._store = Store(folder / "queue.sqlite")
+            undone.callback(self._store.close)
+            self._agents = self._store.agents()
             self._remote: dict[str, RemoteNode] = {}
             self._slurm: SlurmEngine | None = None
             self._nodes: Mapping[str, Node]
@@ -98,16 +101,14 @@ class Daemon:
                 devices = None
                 if cluster is None:
                     cluster, devices = this_machine()
+                names = [machine.name for machine in cluster.machines]
                 if engine == "nodes":
-                    self._nodes = self._remote = {m.name: RemoteNode(m.name, lease_s) for m in cluster.machines}
+                    self._remote = {name: RemoteNode(name, lease_s, self._agents.get(name)) for name in names}
+                    self._nodes = self._remote
                 else:
-                    self._nodes = {
-                        m.name: LocalNode(folder / "machines" / m.name, devices=devices) for m in cluster.machines
-                    }
+                    self._nodes = {name: LocalNode(folder / "machines" / name, devices=devices) for name in names}
             self._cluster = cluster
             self._policy = policy
-            self._store = Store(folder / "queue.sqlite")
-            undone.callback(self._store.close)
             self._dispatcher = self._make_dispatcher()
             undone.pop_all()  # all went well
         self._wake = asyncio.Event()
@@ -291,7 +292,7 @@ class Daemon:
             return {"data": "", "more": True, "again": True}
         return {"data": base64.b64encode(data).decode(), "more": more, "again": False}
 
-    def _sync(self, machine: str, **told: Any) -> dict[str, Any]:
+    def _sync(self, machine: str, agent: str, **told: Any) -> dict[str, Any]:
         node = self._remote.get(machine)
         if node is None:
             names = ", ".join(self._remote)
@@ -300,7 +301,11 @@ class Daemon:
                 if names
                 else "this queue runs all jobs on its own machine; start it with --engine nodes"
             )
-        return node.sync(**told, open_parts=set(self._dispatcher.open_parts(machine)))
+        answer = node.sync(agent=agent, **told, open_parts=set(self._dispatcher.open_parts(machine)))
+        if self._agents.get(machine) != agent:  # kept before it can start anything
+            self._store.set_agent(machine, agent)
+            self._agents[machine] = agent
+        return answer
 
 
 def _row(row: JobRow) -> dict[str, Any]:

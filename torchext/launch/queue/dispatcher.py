@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from torchext.launch.errors import LaunchError
+from torchext.launch.queue.clock import Clock
 from torchext.launch.queue.node import Node
+from torchext.launch.queue.parts import make_part
 from torchext.launch.queue.store import JobRow, RunRow, Store
-from torchext.launch.queue.types import JobState, Part, PartKey, PartReport, PartState, Submission, Why
+from torchext.launch.queue.types import JobState, PartKey, PartReport, PartState, Submission, Why
+from torchext.launch.queue.verdict import goes_on_without, judge
+from torchext.launch.queue.words import explain, too_large
 from torchext.scheduling import (
     Cluster,
     ClusterState,
@@ -35,24 +38,6 @@ from torchext.scheduling import (
 )
 
 logger = logging.getLogger(__name__)
-
-_MOST_LOSSES = 3  # runs of a job that may be lost with their node or agent; beyond, the job is likely what kills them
-_OVER = (PartState.ENDED, PartState.LOST, PartState.ABSENT)
-
-
-class Clock:
-    """Seconds since 1970 that never go back or jump: not when the system's clock is set, nor over a restart.
-
-    Args:
-        not_before_s: The latest time of an earlier life.
-    """
-
-    def __init__(self, not_before_s: float = 0.0) -> None:
-        self._base_s = max(time.time(), not_before_s) - time.monotonic()
-
-    def now_s(self) -> float:
-        """Returns the time."""
-        return self._base_s + time.monotonic()
 
 
 class Dispatcher:
@@ -107,7 +92,7 @@ class Dispatcher:
         except ValueError as error:
             raise LaunchError(str(error)) from None
         if self._scheduler.policy.place(job, ClusterState(self._cluster)) is None:
-            raise LaunchError(self._too_large(submission))
+            raise LaunchError(too_large(submission, self._cluster))
         with self._store.transaction():
             row = self._store.add_job(submission, self._clock.now_s())
         self._rows[row.id] = row
@@ -308,9 +293,9 @@ class Dispatcher:
         states = [report.state for report in reports]
         if run.why is None:
             failed = any(report.state is PartState.LOST or report.status for report in reports)
-            if failed and self._goes_on_without(run, reports):
+            if failed and goes_on_without(self._rows[run.job].submission, reports):
                 return None
-            if failed and len(reports) > 1 and not all(state in _OVER for state in states):
+            if failed and len(reports) > 1 and not all(state.idle for state in states):
                 self._ask_to_end([run], Why.PEER)
             elif not failed:
                 for key, report in zip(run.keys(), reports, strict=True):
@@ -322,18 +307,9 @@ class Dispatcher:
             for key, (name, _), state in zip(run.keys(), run.machines, states, strict=True):
                 if state is PartState.RUNNING:
                     self._nodes[name].end(key)
-        if all(state in _OVER for state in states):
+        if all(state.idle for state in states):
             self._conclude(run, reports)
         return None
-
-    def _goes_on_without(self, run: RunRow, reports: list[PartReport]) -> bool:
-        """Whether the job can do without those nodes of a run that were lost; never without the one of the store."""
-        min_nodes = self._rows[run.job].submission.min_nodes
-        if min_nodes is None or _lost(reports[0]):
-            return False
-        left = [report for report in reports if not _lost(report)]
-        running = any(report.state not in _OVER for report in left)
-        return running and len(left) >= min_nodes and not any(report.status for report in left)
 
     def _conclude(self, run: RunRow, reports: list[PartReport]) -> None:
         """All of a run has ended: says what that means for its job."""
@@ -342,7 +318,7 @@ class Dispatcher:
         run.end_s = now_s
         assert run.start_s is not None
         row.run_s += now_s - run.start_s
-        ended, outcome, again = self._judge(row, run, reports)
+        ended, outcome, again = judge(row, run, reports)
         run.outcome = outcome
         with self._store.transaction():
             self._store.save_run(run)
@@ -358,30 +334,6 @@ class Dispatcher:
                 self._store.save_job(row)
         self._tell_scheduler(row, run, ended, again)
         logger.info("job %d, run %d: %s", row.id, run.number, outcome)
-
-    def _judge(self, row: JobRow, run: RunRow, reports: list[PartReport]) -> tuple[JobState | None, str, bool]:
-        """Says what the job ends as (None: it waits again), why in words, and whether it has to be put in line."""
-        left = [report for report in reports if row.submission.min_nodes is None or not _lost(report)]
-        enough = len(left) >= (row.submission.min_nodes or len(reports))
-        if enough and all(report.state is PartState.ENDED and report.status == 0 for report in left):
-            return JobState.DONE, "done", False
-        if run.why in (Why.CANCEL, Why.PREEMPT_CANCEL):
-            return JobState.CANCELLED, "cancelled", False
-        if run.why in (Why.PREEMPT, Why.REQUEUE):
-            return None, run.why.value, run.why is Why.REQUEUE
-        statuses = [report.status for report in reports if report.status]
-        # A peer of one that has failed is ended by us, with 143.
-        own = [status for status in statuses if not _by_signal(status)]
-        if not own:
-            row.losses += 1
-            words = "a node or agent was lost" if not statuses else f"killed from outside (status {statuses[0]})"
-            if row.losses <= _MOST_LOSSES:
-                return None, f"{words}; requeued", True
-            return JobState.FAILED, f"{words}, as {_MOST_LOSSES} runs before: not tried again", False
-        row.failures += 1
-        if row.failures <= row.submission.retries:
-            return None, f"failed with status {own[0]}; retry {row.failures} of {row.submission.retries}", True
-        return JobState.FAILED, f"failed with status {own[0]}", False
 
     def _tell_scheduler(self, row: JobRow, run: RunRow, ended: JobState | None, again: bool) -> None:
         job = self._jobs.get(row.id)
@@ -495,38 +447,10 @@ class Dispatcher:
         logger.info("job %d, run %d: %s", run.job, run.number, reason)
 
     def _start_part(self, run: RunRow, key: PartKey, endpoint: str | None) -> None:
-        row = self._rows[run.job]
-        asked = row.submission
-        assert run.slots is not None
-        assert asked.nproc_per_node is not None
-        num_nodes = str(len(run.machines)) if asked.min_nodes is None else f"{asked.min_nodes}:{len(run.machines)}"
-        words = ["--nnodes", num_nodes, "--nproc-per-node", str(asked.nproc_per_node)]
-        words += ["--grace", f"{asked.grace_s:g}"]
-        if len(run.machines) > 1:
-            words += ["--node-rank", str(key.node), "--rdzv-backend", "c10d", "--rdzv-id", f"{run.job}.{run.number}"]
-            meeting = ",".join(filter(None, [asked.rendezvous, f"is_host={key.node == 0}"]))
-            words += ["--rdzv-endpoint", endpoint or "localhost:0", "--rdzv-conf", meeting]
+        asked = self._rows[run.job].submission
         job_folder = self._folder / "jobs" / str(run.job)
         job_folder.mkdir(parents=True, exist_ok=True)
-        env = {
-            **asked.env,
-            "TORCHEXT_JOB": asked.name,
-            "TORCHEXT_JOB_ID": str(run.job),
-            "TORCHEXT_RUN": str(run.number),
-            "TORCHEXT_JOB_FOLDER": str(job_folder),
-        }
-        part = Part(
-            key=key,
-            words=(*asked.options, *words, *asked.command),
-            python=asked.python,
-            cwd=asked.cwd,
-            env=env,
-            grace_s=asked.grace_s,
-            slots=run.slots[key.node],
-            machines=tuple(name for name, _ in run.machines),
-            holds_store=key.node == 0 and len(run.machines) > 1,
-        )
-        self._nodes[run.machines[key.node][0]].start(part)
+        self._nodes[run.machines[key.node][0]].start(make_part(asked, run, key, endpoint, job_folder=job_folder))
 
     # Helpers
 
@@ -577,45 +501,6 @@ class Dispatcher:
             for run in runs:
                 run.why = why
                 self._store.save_run(run)
-
-    def _too_large(self, asked: Submission) -> str:
-        machines = self._cluster.machines
-        cap = asked.max_price_per_gpu_hour
-        fitting = [m for m in machines if m.num_gpus >= (asked.nproc_per_node or 1)]
-        words = f"the cluster can never run {asked.num_nodes} node(s) with {asked.nproc_per_node} process(es) each: "
-        if not fitting:
-            return words + f"its largest machine has {max(m.num_gpus for m in machines)} slots (--nproc-per-node)"
-        if len(fitting) < asked.num_nodes:
-            return words + f"only {len(fitting)} of its machines have so many slots (--nnodes)"
-        return words + f"too few of its machines cost no more than {cap:g} per GPU and hour (--max-price)"
-
-
-def explain(planned: PlannedStart) -> str:
-    """Puts the reasons of a start in words."""
-    where = ", ".join(f"{name} ({slots} slot{'s' * (slots > 1)})" for name, slots in planned.machines)
-    words = f"score {planned.score:.6g}, the lowest that could start; on {where}; expected speed {planned.speed:.3g}"
-    if planned.speed_sd is not None:
-        words += f" +- {planned.speed_sd:.2g}"
-    if planned.passed:
-        words += f"; passes {_some(planned.passed)}, for which there is no room"
-    if planned.displaced:
-        words += f"; stops {_some(planned.displaced)}"
-    return words
-
-
-def _some(jobs: tuple[str, ...]) -> str:
-    more = f" and {len(jobs) - 5} more" if len(jobs) > 5 else ""
-    return f"job{'s' * (len(jobs) > 1)} {', '.join(jobs[:5])}{more}"
-
-
-def _lost(report: PartReport) -> bool:
-    """Whether a part did not end by itself: its agent or machine went, or was killed."""
-    return report.state is PartState.LOST or (report.status is not None and _by_signal(report.status))
-
-
-def _by_signal(status: int) -> bool:
-    """Whether this is how `torchext run` ends when a signal ends it: sent by us, by the system, or by hand."""
-    return status > 128
 
 
 def _job(row: JobRow) -> Job:

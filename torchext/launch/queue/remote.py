@@ -35,12 +35,14 @@ class RemoteNode:
     Args:
         name: Of the machine.
         lease_s: How long its jobs go on without contact.
+        agent: Who spoke for it last, in an earlier life of the daemon.
     """
 
-    def __init__(self, name: str, lease_s: float) -> None:
+    def __init__(self, name: str, lease_s: float, agent: str | None = None) -> None:
         self._name = name
         self._lease_s = lease_s
-        self._agent: str | None = None
+        self._agent = agent
+        self._heard = False
         self._heard_at = time.monotonic()  # a daemon that has just started gives agents their time to come back
         self._reports: dict[PartKey, PartReport] = {}
         self._starts: dict[PartKey, Part] = {}
@@ -52,7 +54,11 @@ class RemoteNode:
     @property
     def away(self) -> bool:
         """Whether it is silent, and so gets nothing new."""
-        return self._agent is None or time.monotonic() - self._heard_at > _AWAY_S
+        return not self._heard or self._silent
+
+    @property
+    def _silent(self) -> bool:
+        return time.monotonic() - self._heard_at > _AWAY_S
 
     def expect(self, key: PartKey, grace_s: float) -> None:
         """Says that this part may run there, from an earlier life of the daemon."""
@@ -122,7 +128,7 @@ class RemoteNode:
         """
         if self._agent not in (None, agent):
             self._make_way(open_parts)
-        self._agent, self._heard_at = agent, time.monotonic()
+        self._agent, self._heard, self._heard_at = agent, True, time.monotonic()
         for word, offset, size, data in logs:
             asked = (PartKey.parse(word), offset, size)
             if asked in self._logs:
@@ -156,7 +162,7 @@ class RemoteNode:
             LaunchError: It may.
         """
         may_run = [key for key in open_parts if self.look(key).state not in _OVER]
-        if not self.away or may_run:
+        if not self._silent or may_run:
             raise LaunchError(
                 f"machine {self._name!r} has an agent already; end that one, or join by another --name"
                 + (f". Jobs of an agent that is gone may go on for {self._lease_s:g} s and their grace" * bool(may_run))

@@ -1,4 +1,4 @@
-"""What the queue must not forget: jobs, their runs and drained nodes, in SQLite.
+"""What the queue must not forget: jobs, their runs, agents and drained nodes, in SQLite.
 
 Each method is one transaction, written ahead (WAL) and synced before it returns: what has been said to a user, or
 started, is known after a crash.
@@ -46,6 +46,7 @@ CREATE TABLE IF NOT EXISTS runs (
 );
 CREATE INDEX IF NOT EXISTS runs_open ON runs (job) WHERE outcome IS NULL;
 CREATE TABLE IF NOT EXISTS drained (machine TEXT PRIMARY KEY);
+CREATE TABLE IF NOT EXISTS agents (machine TEXT PRIMARY KEY, agent TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS clock (id INTEGER PRIMARY KEY CHECK (id = 0), now_s REAL NOT NULL);
 """
 
@@ -226,6 +227,14 @@ class Store:
             self._connection.execute("INSERT OR IGNORE INTO drained VALUES (?)", (machine,))
         else:
             self._connection.execute("DELETE FROM drained WHERE machine = ?", (machine,))
+
+    def agents(self) -> dict[str, str]:
+        """Names the agent that speaks for each machine."""
+        return {row["machine"]: row["agent"] for row in self._connection.execute("SELECT machine, agent FROM agents")}
+
+    def set_agent(self, machine: str, agent: str) -> None:
+        """Keeps which agent speaks for a machine."""
+        self._connection.execute("INSERT OR REPLACE INTO agents VALUES (?, ?)", (machine, agent))
 
     def clock_s(self) -> float:
         """The latest time that the queue has seen; 0 if it is new."""

@@ -206,6 +206,11 @@ class PartState(str, enum.Enum):
     LOST = "lost"  # gone without one: killed, or the machine went down
     UNKNOWN = "unknown"  # the machine cannot be asked at present
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing of it runs, as far as is known."""
+        return self in (PartState.ENDED, PartState.LOST, PartState.ABSENT)
+
 
 @dataclass(frozen=True)
 class PartReport:
