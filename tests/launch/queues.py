@@ -27,6 +27,7 @@ class Queue:
         cluster: As ``--cluster`` takes it; empty: none is said.
         options: Further words of ``torchext queue start``.
         environment: Further variables of the daemon.
+        prefix: A command that runs the daemon.
     """
 
     def __init__(
@@ -35,10 +36,12 @@ class Queue:
         cluster: str = "1x2",
         options: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.folder = folder
         self._environment = environment
         self._words = [
+            *prefix,
             sys.executable,
             "-m",
             "torchext",
