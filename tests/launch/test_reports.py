@@ -17,7 +17,7 @@ import pytest
 from tests.launch.programs import WORKER, children
 from tests.launch.queues import Engine, Queue
 
-# Slow by their number; .ci/run has those of Slurm, and test_run.py and test_nodes.py most of what they show.
+# Slow by their number; test_run.py and test_nodes.py have most of what they show.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _TWO = ("--nnodes", "2", "--nproc-per-node", "1")
