@@ -319,10 +319,12 @@ if {rank.rank}:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     # Where rank 0 has seen the call that rank 1 had in flight, it says so, once; nobody says anything else.
     unanswered = "rank 1 made a call that this rank has never made: all_reduce("
-    if done.stderr.count("\n") == 1 and rank.rank == 0:
-        assert done.stderr.startswith(unanswered)
+    # But for torch's store, where this machine has no name for its address: "[W... socket.cpp:207] [c10d] ...".
+    said = [line for line in done.stderr.splitlines() if "[c10d]" not in line]
+    if len(said) == 1 and rank.rank == 0:
+        assert said[0].startswith(unanswered), done.stderr
     else:
-        assert done.stderr == ""
+        assert said == [], done.stderr
     return done.returncode
 
 
