@@ -386,6 +386,8 @@ class OrderedProcessGroup(NamedGroup):
         def start() -> dist.Work:
             work: dist.Work = launch(*args, **kwargs)
             self._in_flight.add(work)
+            if self._someone_fell.is_set():  # between its turn and now: `on_fallen` may not have seen it in flight
+                self._abort_inner()
             return work
 
         device = like.device if like is not None and like.is_cuda else None
