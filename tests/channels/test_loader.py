@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from tests.channels.processes import DEADLINE_S, process
 from tests.channels.test_messages import equal
-from torchext.channels import Channel, ChannelLoader, ChannelTimeout, WeightBroadcast
+from torchext.channels import Channel, ChannelClosed, ChannelLoader, ChannelTimeout, WeightBroadcast
 from torchext.channels.trees import stack
 
 
@@ -102,6 +103,61 @@ def test_any_mixture_gives_every_message_once_and_in_order(batch_size: int, kind
         got = list(channel)
         assert all(map(equal, got, expected))
         assert len(got) == len(expected)
+
+
+@given(
+    st.integers(2, 4),
+    st.lists(
+        st.tuples(st.integers(0, 2), st.sampled_from(["send", "text", "wide", "begin", "abandon", "receive"])),
+        max_size=40,
+    ),
+)
+def test_no_message_overtakes_another_of_its_sender(batch_size: int, actions: list[tuple[int, str]]) -> None:
+    """Also where one batch is full while a row of the batch before is still being written by somebody else."""
+    sent: list[list[int]] = [[], [], []]
+    got: list[list[int]] = [[], [], []]
+    writing: list[Any] = [None, None, None]
+
+    def finish(who: int, *failure: Any) -> None:
+        context, writing[who] = writing[who], None
+        context.__exit__(*(failure or (None, None, None)))
+        if failure:
+            sent[who].pop()
+
+    def receive() -> bool:
+        with contextlib.suppress(ChannelTimeout, ChannelClosed):
+            _, who, number = channel.receive(0)
+            got[who].append(number)
+            return True
+        return False
+
+    with Channel(slots=100, poison=True) as channel:
+        channel._own_queue().set_batch_rows(batch_size)
+        senders = [channel.sender(f"s{i}") for i in range(3)]
+        for number, (who, action) in enumerate(actions):
+            if action == "receive":
+                receive()
+            elif writing[who] is not None:
+                if action == "abandon":
+                    with contextlib.suppress(ZeroDivisionError):
+                        finish(who, ZeroDivisionError, ZeroDivisionError(), None)
+                else:
+                    finish(who)
+            elif action != "abandon":
+                content = {"text": "a", "wide": torch.zeros(2)}.get(action, torch.zeros(1))
+                sent[who].append(number)
+                if action == "begin":
+                    writing[who] = senders[who].reserve((content, who, number), timeout=0)
+                    writing[who].__enter__()
+                else:
+                    senders[who].send((content, who, number), timeout=0)
+        for who in range(3):
+            if writing[who] is not None:
+                finish(who)
+            senders[who].close()
+        while receive():
+            pass
+    assert got == sent
 
 
 def test_messages_of_unequal_shape_are_refused_by_stack_and_taken_by_list() -> None:

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 Policy = Literal["block", "drop_oldest", "drop_newest", "error"]
 _POLICIES = ("block", "drop_oldest", "drop_newest", "error")
-_ROLES = ("creator", "receiver", "sender")
+_ROLES = ("creator", "receiver", "sender", "broker")
 _PRESENCES = ("absent", "here", "left", "dead")
-_CREATOR, _RECEIVER, _SENDER = range(3)
+_CREATOR, _RECEIVER, _SENDER, _CARRIER = range(4)
 # Status codes of csrc/transport/segment.hpp
 _OK, _DROPPED, _TIMEOUT, _CLOSED, _FULL, _INTERRUPTED, _PEER_DIED, _FORKED = range(8)
 
@@ -236,7 +236,7 @@ class Channel:
         total = counts.pop("staleness_sum")
         peers = [
             {"name": name, "pid": pid, "role": _ROLES[role], "presence": _PRESENCES[presence]}
-            for name, pid, role, presence in queue.peers()
+            for name, pid, role, presence, *_ in queue.peers()
         ]
         return {**counts, "staleness_mean": total / max(1, counts["received"]), "peers": peers}
 
@@ -281,7 +281,8 @@ class Channel:
         return ChannelTimeout(f"no room within {limit_s:g} s: {full}")
 
     def _who(self, role: int) -> str:
-        there = [f"{n} (process {pid})" for n, pid, r, presence in self._queue.peers() if r == role and presence == 1]
+        peers = self._queue.peers()
+        there = [f"{name} (process {pid})" for name, pid, r, presence, *_ in peers if r == role and presence == 1]
         return f"{_ROLES[role]}s: {', '.join(there) if there else 'none'}"
 
 

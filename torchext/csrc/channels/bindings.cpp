@@ -1,380 +1,22 @@
-// The Python border of the channels. The GIL is held for what takes microseconds, and released before any sleep and for
-// large copies.
+// The Python border of the channels.
 #include "bindings.hpp"
 
 #if defined(__linux__)
 
 #include <pybind11/stl.h>
 
-#include <cmath>
-#include <limits>
 #include <memory>
-#include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "codec.hpp"
+#include "endpoint.hpp"
 #include "latest.hpp"
 #include "queue.hpp"
 
 namespace torchext::channels {
 namespace {
-
-constexpr std::size_t kLargeCopy = 128 << 10;  // worth releasing the GIL for
-
-Nanoseconds deadline_in(double timeout_s) {
-    constexpr double kForever = 1e9;  // seconds
-    return timeout_s < kForever ? now() + static_cast<Nanoseconds>(timeout_s * 1e9)
-                                : std::numeric_limits<Nanoseconds>::max();
-}
-
-// Sleeps without the GIL and looks at signals.
-class PythonSleeper final : public Sleeper {
-public:
-    ~PythonSleeper() override { wake(); }
-    void before_sleep() override { thread_ = PyEval_SaveThread(); }
-    bool interrupted() override {
-        wake();
-        const bool is = PyErr_CheckSignals() != 0;
-        before_sleep();
-        return is;
-    }
-    void wake() {
-        if (thread_ != nullptr) PyEval_RestoreThread(std::exchange(thread_, nullptr));
-    }
-
-private:
-    PyThreadState* thread_ = nullptr;
-};
-
-// One entry in the table of peers. After `leave` it goes once no view that it gave out is there. Without, as where an
-// exception unwinds a process, it stays until that process has ended, so that the others learn how.
-struct Member {
-    std::shared_ptr<Queue> queue;
-    std::uint32_t peer;
-    std::atomic<bool> leaving{false};
-    Member(std::shared_ptr<Queue> q, std::uint32_t p) : queue(std::move(q)), peer(p) {}
-    Member(const Member&) = delete;
-    Member& operator=(const Member&) = delete;
-    ~Member() {
-        if (leaving) queue->leave(peer);
-    }
-};
-using MemberPtr = std::shared_ptr<Member>;
-
-// What a receiver holds: a slab, or a copy of one.
-struct Lease {
-    MemberPtr member;
-    std::uint32_t slab;
-    std::uint32_t rows;
-    std::size_t header_bytes, header_offset;
-    bool owns_slab = true;
-    std::unique_ptr<std::byte, decltype(&std::free)> copy{nullptr, &std::free};
-
-    Lease(MemberPtr m, std::uint32_t s, std::uint32_t r, std::size_t bytes, std::size_t offset)
-        : member(std::move(m)), slab(s), rows(r), header_bytes(bytes), header_offset(offset) {}
-    Lease(const Lease&) = delete;
-    Lease& operator=(const Lease&) = delete;
-    std::byte* base() const { return copy ? copy.get() : member->queue->data(slab); }
-    const char* header() const { return reinterpret_cast<const char*>(base()) + header_offset; }
-    std::byte* data() const { return base() + header_offset + round_up(header_bytes, kLine); }
-    void release() {
-        if (std::exchange(owns_slab, false) && !member->queue->forked()) member->queue->release(slab);
-    }
-    ~Lease() { release(); }
-};
-
-constexpr const char* kLease = "torchext.channels.lease";
-constexpr const char* kReservation = "torchext.channels.reservation";
-
-// What a sender writes in place. Its views keep the memory mapped, but not the sender there once it is sent.
-struct Reservation {
-    std::shared_ptr<Queue> queue;
-    MemberPtr member;  // until it is sent or given back
-    Ticket ticket;
-    std::uint64_t header_bytes;
-    std::int64_t version;
-
-    Reservation(MemberPtr m, Ticket t, std::uint64_t bytes, std::int64_t v)
-        : queue(m->queue), member(std::move(m)), ticket(t), header_bytes(bytes), version(v) {}
-    Reservation(const Reservation&) = delete;
-    Reservation& operator=(const Reservation&) = delete;
-    void abandon() {
-        if (member && !queue->forked()) queue->abandon(ticket);
-        member.reset();
-    }
-    ~Reservation() { abandon(); }
-};
-
-template <class T>
-T& in(const py::capsule& capsule, const char* name) {
-    auto* pointer = static_cast<T*>(PyCapsule_GetPointer(capsule.ptr(), name));
-    if (pointer == nullptr) throw py::error_already_set();
-    return *pointer;
-}
-
-template <class T>
-py::capsule capsule_of(std::unique_ptr<T> value, const char* name) {
-    py::capsule capsule(value.get(), name, [](PyObject* object) {
-        delete static_cast<T*>(PyCapsule_GetPointer(object, PyCapsule_GetName(object)));
-    });
-    (void)value.release();
-    return capsule;
-}
-
-// The buffers of this thread's last message; where they are in use, as when a signal handler sends in the middle of a
-// send, others.
-class Scratch {
-public:
-    Scratch() : nested_(std::exchange(in_use(), true)) {
-        if (nested_) own_.emplace();
-    }
-    Scratch(const Scratch&) = delete;
-    Scratch& operator=(const Scratch&) = delete;
-    ~Scratch() {
-        encoded().clear();
-        if (!nested_) in_use() = false;
-    }
-    Encoded& encoded() { return nested_ ? *own_ : kept(); }
-
-private:
-    static bool& in_use() {
-        static thread_local bool is = false;
-        return is;
-    }
-    static Encoded& kept() {
-        static thread_local Encoded encoded;
-        return encoded;
-    }
-    const bool nested_;
-    std::optional<Encoded> own_;
-};
-
-using Death = std::tuple<std::string, int, int, int>;  // name, pid, role, wait status or -1
-
-// Which deaths one end has been told of.
-class Told {
-public:
-    std::size_t count = 0;
-
-    // Those since the last call. Where there are none, as another thread has asked since this one learnt of them, the
-    // latest once more.
-    template <class T>
-    std::vector<Death> next(T& segment, Role role) {
-        std::vector<Death> found;
-        for (auto& d : segment.deaths_since(count, role)) {
-            found.emplace_back(d.name, d.pid, static_cast<int>(d.role), d.status);
-        }
-        count += found.size();
-        if (!found.empty()) latest_ = std::move(found);
-        return latest_;
-    }
-
-private:
-    std::vector<Death> latest_;
-};
-
-class Endpoint {
-public:
-    Endpoint(std::shared_ptr<Queue> queue, const std::string& name, Role role, bool heed_deaths)
-        : role_(role), heed_(heed_deaths) {
-        // A receiver joins when it first receives, and is told of all that this process has seen; a sender of what follows.
-        if (role == Role::sender) told_.count = queue->known_deaths(role);
-        const auto peer = queue->join(name, role);
-        member_ = std::make_shared<Member>(std::move(queue), peer);
-    }
-
-    void leave() {
-        if (member_) member_->leaving = true;
-        member_.reset();
-    }
-
-    int send(py::handle tree, double timeout_s, std::int64_t version) {
-        const auto member = this->member();
-        auto& queue = *member->queue;
-        Scratch scratch;
-        auto& encoded = scratch.encoded();
-        Slot slot;
-        PythonSleeper sleeper;
-        const auto deadline = deadline_in(timeout_s);
-        auto status = begin(*member, encoded, tree, false, deadline, sleeper, slot);
-        if (status != Status::ok) return outcome(status, sleeper);
-        fill(encoded, slot);
-        status = slot.ticket.batched
-                     ? queue.commit_row(slot.ticket, version)
-                     : queue.commit(member->peer, slot.ticket, encoded.header.size(), version, deadline, sleeper, known());
-        return outcome(status, sleeper);
-    }
-
-    // (status, views, reservation)
-    py::tuple reserve(py::handle spec, double timeout_s, std::int64_t version) {
-        const auto member = this->member();
-        Scratch scratch;
-        auto& encoded = scratch.encoded();
-        Slot slot;
-        PythonSleeper sleeper;
-        const auto status = begin(*member, encoded, spec, true, deadline_in(timeout_s), sleeper, slot);
-        if (status != Status::ok) return py::make_tuple(outcome(status, sleeper), py::none(), py::none());
-        fill(encoded, slot);
-        auto capsule = capsule_of(
-            std::make_unique<Reservation>(member, slot.ticket, encoded.header.size(), version), kReservation);
-        const Rows rows{slot.rows, slot.ticket.row, 1, false};
-        auto views = decode(encoded.header.data(), encoded.header.size(), slot.data, rows, capsule);
-        return py::make_tuple(0, views, capsule);
-    }
-
-    int commit(const py::capsule& capsule, double timeout_s) {
-        auto& reservation = in<Reservation>(capsule, kReservation);
-        auto& queue = *reservation.queue;
-        const auto member = std::exchange(reservation.member, nullptr);
-        if (!member) throw std::runtime_error("this reservation has been sent or dropped");
-        PythonSleeper sleeper;
-        const auto status = reservation.ticket.batched
-                                ? queue.commit_row(reservation.ticket, reservation.version)
-                                : queue.commit(member->peer, reservation.ticket, reservation.header_bytes,
-                                               reservation.version, deadline_in(timeout_s), sleeper, known());
-        return outcome(status, sleeper);
-    }
-
-    // A status, or (tree, rows, version or those of the rows, the rows that are there or None for all, lease).
-    py::object receive(double timeout_s) {
-        const auto member = this->member();
-        auto& queue = *member->queue;
-        Batch batch;
-        PythonSleeper sleeper;
-        const auto status = queue.receive(member->peer, deadline_in(timeout_s), sleeper, known(), batch);
-        if (status != Status::ok) return py::int_(outcome(status, sleeper));
-        sleeper.wake();
-        const auto& slab = queue.slab(batch.slab);
-        const auto offset = Queue::header_offset(batch.rows);
-        auto lease = std::make_unique<Lease>(member, batch.slab, batch.rows, slab.header_bytes, offset);
-        const std::int64_t version = slab.version;
-        py::object versions = py::none(), there = py::none();
-        Rows rows;
-        if (batch.rows != 0) {
-            rows = {batch.rows, 0, 0, true};
-            py::list of_rows, indices;
-            const auto* states = queue.rows(batch.slab);
-            for (std::uint32_t r = 0; r < slab.given; ++r) {
-                if (states[r].state.load(std::memory_order_relaxed) != static_cast<std::uint32_t>(RowState::done)) continue;
-                of_rows.append(states[r].version);
-                indices.append(r);
-                rows.count = r + 1;
-            }
-            if (indices.size() != rows.count) there = indices;
-            versions = of_rows;
-        }
-        if (batch.crowded) {
-            const auto bytes = round_up(std::max<std::size_t>(slab.bytes, 1), kLine);
-            lease->copy.reset(static_cast<std::byte*>(std::aligned_alloc(kLine, bytes)));
-            if (!lease->copy) throw std::bad_alloc();
-            copy(lease->copy.get(), queue.data(batch.slab), slab.bytes);
-            lease->release();
-            queue.counters().copied.fetch_add(1, std::memory_order_relaxed);
-        }
-        const auto& l = *lease;
-        auto capsule = capsule_of(std::move(lease), kLease);
-        auto tree = decode(l.header(), l.header_bytes, l.data(), rows, capsule);
-        if (batch.rows == 0) return py::make_tuple(tree, 0, version, there, capsule);
-        return py::make_tuple(tree, rows.count, versions, there, capsule);
-    }
-
-    std::vector<Death> deaths() { return told_.next(*member()->queue, role_); }
-
-private:
-    struct Slot {
-        Ticket ticket;
-        std::uint32_t rows = 0;
-        std::byte* header = nullptr;  // nullptr: written already
-        std::byte* data = nullptr;
-    };
-
-    MemberPtr member() const {
-        if (!member_) throw std::runtime_error("closed");
-        return member_;
-    }
-    std::size_t known() const { return heed_ ? told_.count : Queue::kHeedless; }
-
-    static int outcome(Status status, PythonSleeper& sleeper) {
-        sleeper.wake();
-        if (status == Status::interrupted) throw py::error_already_set();
-        return static_cast<int>(status);
-    }
-
-    Status begin(Member& member, Encoded& encoded, py::handle tree, bool room_only, Nanoseconds deadline,
-                 PythonSleeper& sleeper, Slot& slot) {
-        auto& queue = *member.queue;
-        const auto rows = queue.batch_rows();
-        encoded.encode(tree, rows > 1, room_only);
-        if (rows > 1 && encoded.stackable) {
-            const auto data_bytes = encoded.data_bytes(rows);
-            check_size(queue, Queue::header_offset(rows) + round_up(encoded.header.size(), kLine) + data_bytes);
-            const auto status = queue.begin_row(member.peer, encoded.header, data_bytes, deadline, sleeper, known(), slot.ticket);
-            sleeper.wake();
-            if (status == Status::dropped && room_only) {
-                // What is written in place needs a place all the same; whether it is dropped is decided at its end.
-                queue.counters().dropped_newest.fetch_sub(1, std::memory_order_relaxed);
-                return begin_plain(member, encoded, tree, room_only, deadline, sleeper, slot);
-            }
-            if (status != Status::ok) return status;
-            slot.rows = queue.slab(slot.ticket.slab).rows;
-            slot.data = queue.data(slot.ticket.slab) + Queue::header_offset(slot.rows) +
-                        round_up(encoded.header.size(), kLine);
-            return status;
-        }
-        return begin_plain(member, encoded, tree, room_only, deadline, sleeper, slot);
-    }
-
-    Status begin_plain(Member& member, Encoded& encoded, py::handle tree, bool room_only, Nanoseconds deadline,
-                       PythonSleeper& sleeper, Slot& slot) {
-        auto& queue = *member.queue;
-        if (encoded.as_row()) encoded.encode(tree, false, room_only);
-        const auto bytes = round_up(encoded.header.size(), kLine) + encoded.data_bytes(1);
-        check_size(queue, bytes);
-        if (!room_only) {
-            const auto status = queue.would_refuse();
-            if (status != Status::ok) return status;
-        }
-        const auto status = queue.begin(member.peer, bytes, deadline, sleeper, known(), slot.ticket);
-        sleeper.wake();
-        if (status != Status::ok) return status;
-        slot.header = queue.data(slot.ticket.slab);
-        slot.data = slot.header + round_up(encoded.header.size(), kLine);
-        return status;
-    }
-
-    static void check_size(const Queue& queue, std::size_t bytes) {
-        if (bytes <= queue.stride()) return;
-        throw py::value_error("a message (with torchext's batches: all its rows) of " + std::to_string(bytes >> 20) +
-                              " MiB is larger than the " + std::to_string(queue.stride() >> 20) +
-                              " MiB that this channel has room for; with fewer slots there is room for larger ones");
-    }
-
-    static void fill(const Encoded& encoded, const Slot& slot) {
-        std::size_t total = 0;
-        for (const auto& leaf : encoded.leaves) total += leaf.bytes;
-        PyThreadState* thread = total >= kLargeCopy ? PyEval_SaveThread() : nullptr;
-        if (slot.header != nullptr) std::memcpy(slot.header, encoded.header.data(), encoded.header.size());
-        std::byte* at = slot.data;
-        const std::size_t rows = std::max<std::size_t>(slot.rows, 1);
-        for (const auto& leaf : encoded.leaves) {
-            if (leaf.data != nullptr) std::memcpy(at + leaf.bytes * slot.ticket.row, leaf.data, leaf.bytes);
-            at += round_up(leaf.bytes * rows, kLine);
-        }
-        if (thread != nullptr) PyEval_RestoreThread(thread);
-    }
-
-    static void copy(std::byte* to, const std::byte* from, std::size_t bytes) {
-        PyThreadState* thread = bytes >= kLargeCopy ? PyEval_SaveThread() : nullptr;
-        std::memcpy(to, from, bytes);
-        if (thread != nullptr) PyEval_RestoreThread(thread);
-    }
-
-    MemberPtr member_;
-    Role role_;
-    bool heed_;
-    Told told_;
-};
 
 py::dict stats(Queue& queue) {
     const auto& c = queue.counters();
@@ -414,7 +56,8 @@ template <class T>
 py::list peers(T& segment) {
     py::list found;
     for (const auto& p : segment.peers()) {
-        found.append(py::make_tuple(p.name, p.pid, static_cast<int>(p.role), static_cast<int>(p.presence)));
+        found.append(py::make_tuple(p.name, p.pid, static_cast<int>(p.role), static_cast<int>(p.presence), p.place,
+                                    p.generation, p.status));
     }
     return found;
 }
@@ -440,6 +83,10 @@ public:
         if (status == Status::interrupted) throw py::error_already_set();
         return static_cast<int>(status);
     }
+    // As of an Endpoint.
+    void died(int pid, int status) {
+        if (std::exchange(here_, false)) latest_->declare_dead(peer_, pid, status);
+    }
     std::vector<Death> deaths() { return told_.next(*latest_, Role::sender); }
 
 private:
@@ -464,7 +111,7 @@ void bind_latest(py::module_& m) {
         .def_property_readonly("closed", &Latest::closed)
         .def_property_readonly("version", &Latest::version)
         .def_property_readonly("meta", [](const Latest& l) { return py::bytes(l.meta()); })
-        .def("commit", &Latest::commit, py::arg("slab"))
+        .def("commit", &Latest::commit, py::arg("slab"), py::arg("version") = 0)
         .def("abandon", &Latest::abandon, py::arg("slab"))
         .def(
             "view",
@@ -483,6 +130,7 @@ void bind_latest(py::module_& m) {
         .def("begin", &Reader::begin)
         .def("pin", &Reader::pin)
         .def("unpin", &Reader::unpin)
+        .def("died", &Reader::died, py::arg("pid"), py::arg("status"))
         .def("wait", &Reader::wait, py::arg("newer_than"), py::arg("timeout_s"))
         .def("deaths", &Reader::deaths);
 }
@@ -510,6 +158,7 @@ void bind(py::module_& m) {
         .def_property_readonly("forked", &Queue::forked)
         .def_property_readonly("closed", &Queue::closed)
         .def_property_readonly("batch_rows", &Queue::batch_rows)
+        .def_property_readonly("deserted", &Queue::deserted)
         .def_property_readonly_static("most_rows", [](const py::object&) { return Queue::kMaxRows; })
         .def("set_batch_rows", &Queue::set_batch_rows, py::arg("rows"))
         .def("close", &Queue::close)
@@ -525,8 +174,14 @@ void bind(py::module_& m) {
         .def("leave", &Endpoint::leave)
         .def("send", &Endpoint::send, py::arg("tree"), py::arg("timeout_s"), py::arg("version"))
         .def("reserve", &Endpoint::reserve, py::arg("spec"), py::arg("timeout_s"), py::arg("version"))
-        .def("commit", &Endpoint::commit, py::arg("reservation"), py::arg("timeout_s"))
+        .def("commit", &Endpoint::commit, py::arg("reservation"), py::arg("timeout_s"), py::arg("keep") = false)
         .def("receive", &Endpoint::receive, py::arg("timeout_s"))
+        .def("receive_bytes", &Endpoint::receive_bytes, py::arg("timeout_s"))
+        .def("reserve_bytes", &Endpoint::reserve_bytes, py::arg("size"), py::arg("header_bytes"), py::arg("version"),
+             py::arg("timeout_s"))
+        .def("send_bytes", &Endpoint::send_bytes, py::arg("message"), py::arg("header_bytes"), py::arg("version"),
+             py::arg("timeout_s"))
+        .def("died", &Endpoint::died, py::arg("pid"), py::arg("status"))
         .def("deaths", &Endpoint::deaths);
 
     m.def("abandon", [](const py::capsule& c) { in<Reservation>(c, kReservation).abandon(); }, py::arg("reservation"));

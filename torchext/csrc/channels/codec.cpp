@@ -2,9 +2,11 @@
 
 #include "codec.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <deque>
 #include <stdexcept>
+#include <utility>
 
 namespace torchext::channels {
 namespace {
@@ -427,6 +429,114 @@ private:
 };
 
 }  // namespace
+
+namespace {
+
+// Walks over the header of a single message, and writes that of a row: numbers go to the leaves.
+class Restacker {
+public:
+    Restacker(const std::byte* message, std::size_t header_bytes, std::size_t bytes, Encoded& to)
+        : at_(reinterpret_cast<const char*>(message)),
+          end_(at_ + header_bytes),
+          data_(message + std::min(aligned(header_bytes), bytes)),
+          data_end_(message + bytes),
+          to_(to) {}
+
+    // False if it holds something that cannot be in a row.
+    bool value(int depth = 0) {
+        if (depth > 2 * kDeepest) throw damaged();
+        const char* from = at_;
+        switch (*take(1)) {
+            case 't':
+                return leaf(from, python().dtypes.at(static_cast<unsigned char>(*take(1))).bytes);
+            case 'a':
+                take(1);
+                return leaf(from, static_cast<unsigned char>(*take(1)));
+            case '{':
+                for (auto n = number<std::uint32_t>(from); n > 0; --n) {
+                    if (!key() || !value(depth + 1)) return false;
+                }
+                return true;
+            case '(':
+            case '[':
+                for (auto n = number<std::uint32_t>(from); n > 0; --n) {
+                    if (!value(depth + 1)) return false;
+                }
+                return true;
+            case 'N':
+                to_.header.append(from, 1);
+                return true;
+            case '?':
+            case 'i':
+            case 'd':
+                to_.header.append(from, 1);
+                to_.leaves.push_back({reinterpret_cast<const std::byte*>(take(sizeof(std::uint64_t))), sizeof(std::uint64_t)});
+                return true;
+            case 'x':
+                take(count<std::uint32_t>());
+                to_.header.append(from, static_cast<std::size_t>(at_ - from));
+                return value(depth + 1);
+            case 's':
+            case 'b':
+            case 'p':
+                return false;
+            default:
+                throw damaged();
+        }
+    }
+
+private:
+    static std::runtime_error damaged() { return std::runtime_error("what came is no message of this channel"); }
+    const char* take(std::size_t n) {
+        if (static_cast<std::size_t>(end_ - at_) < n) throw damaged();
+        return std::exchange(at_, at_ + n);
+    }
+    template <class T>
+    T count() {
+        T n;
+        std::memcpy(&n, take(sizeof(n)), sizeof(n));
+        return n;
+    }
+    template <class T>
+    T number(const char* from) {
+        const T n = count<T>();
+        to_.header.append(from, static_cast<std::size_t>(at_ - from));
+        return n;
+    }
+    // Keys are the same in both forms; those that are not strings are rare, and have no row here.
+    bool key() {
+        const char* from = at_;
+        if (*take(1) != 's') return false;
+        take(count<std::uint32_t>());
+        to_.header.append(from, static_cast<std::size_t>(at_ - from));
+        return true;
+    }
+    bool leaf(const char* from, std::size_t item_bytes) {
+        std::size_t bytes = item_bytes;
+        for (auto n = static_cast<unsigned char>(*take(1)); n > 0; --n) {
+            if (__builtin_mul_overflow(bytes, count<std::uint64_t>(), &bytes)) throw damaged();
+        }
+        if (bytes > static_cast<std::size_t>(data_end_ - data_)) throw damaged();
+        to_.header.append(from, static_cast<std::size_t>(at_ - from));
+        to_.leaves.push_back({data_, bytes});
+        data_ += std::min(aligned(bytes), static_cast<std::size_t>(data_end_ - data_));
+        return true;
+    }
+
+    const char* at_;
+    const char* end_;
+    const std::byte* data_;
+    const std::byte* data_end_;
+    Encoded& to_;
+};
+
+}  // namespace
+
+bool Encoded::as_row_of(const std::byte* message, std::size_t header_bytes, std::size_t bytes) {
+    clear();
+    as_row_ = true;
+    return Restacker(message, header_bytes, bytes, *this).value();
+}
 
 py::object decode(const char* header, std::size_t header_bytes, std::byte* data, const Rows& rows, py::handle owner) {
     return Decoder(header, header_bytes, data, rows, owner).value();

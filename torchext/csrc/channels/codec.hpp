@@ -27,6 +27,9 @@ class Encoded {
 public:
     // `as_row`: for a batch. `room_only`: arrays and tensors are taken as examples of what will be written in place.
     void encode(py::handle tree, bool as_row, bool room_only);
+    // What encoding the message again as a row would give, without decoding it; the leaves point into `message`. False if
+    // it cannot be a row. Throws if it is not a message.
+    bool as_row_of(const std::byte* message, std::size_t header_bytes, std::size_t bytes);
     void clear() {
         header.clear();
         leaves.clear();

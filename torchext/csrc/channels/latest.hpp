@@ -24,7 +24,7 @@ struct LatestHeader {
 
 class Latest final : public Segment {
 public:
-    static constexpr std::uint64_t kMagic = 0x3130'5453'4c54'5854;
+    static constexpr std::uint64_t kMagic = 0x3230'5453'4c54'5854;
     static constexpr std::uint64_t kSlabs = 1024;
     static constexpr std::uint32_t kUsable = kMaxPeers + 2;
     static_assert(kUsable <= kSlabs);
@@ -68,11 +68,12 @@ public:
         throw std::logic_error("no free slab among more slabs than peers");
     }
 
-    std::uint64_t commit(std::uint32_t slab) {
+    // Makes it the latest, under the next number, or that given where it is newer; returns the number.
+    std::uint64_t commit(std::uint32_t slab, std::uint64_t given) {
         std::uint64_t version = 0;
         {
             Locked lock(*this);
-            version = h().latest.load(std::memory_order_relaxed) / kSlabs + 1;
+            version = std::max(given, h().latest.load(std::memory_order_relaxed) / kSlabs + 1);
             h().latest.store(version * kSlabs + slab, std::memory_order_release);
             h().writer[slab] = 0;
         }
@@ -106,8 +107,9 @@ public:
         while (true) {
             const auto seen = h().published.load(std::memory_order_acquire);  // before the version, which changes first
             if (version() > newer_than) return Status::ok;
-            if (closed()) return Status::closed;
-            if (this->deaths(Role::sender) != deaths) return Status::peer_died;
+            const bool ended = closed();
+            if (this->deaths(Role::sender, ended) != deaths) return Status::peer_died;  // why it has ended
+            if (ended) return Status::closed;
             const auto left = deadline - now();
             if (left <= 0) return Status::timeout;
             if (!std::exchange(asleep, true)) sleeper.before_sleep();

@@ -5,83 +5,16 @@
 // change by single stores, always last. The ring of queued slabs, the stack of free ones and all counts follow from them,
 // so that after a death in the critical section they are rebuilt; a message is queued or is not, but never half.
 //
-// A slab's life: free -> writing (one message) or open (rows) -> queued -> reading -> free.
+// A slab's life: free -> writing (one message) or open (rows) -> queued -> reading -> free. What is ready while a batch that
+// was begun before still lacks rows stays open until that is queued: else it would overtake messages of the same sender.
 #pragma once
 
-#include <cstdlib>
 #include <memory>
 #include <optional>
 
-#include "../transport/segment.hpp"
+#include "slabs.hpp"
 
 namespace torchext::channels {
-
-using namespace transport;
-
-enum class Policy : std::uint32_t { block = 0, drop_oldest = 1, drop_newest = 2, error = 3 };
-enum class SlabState : std::uint32_t { free = 0, writing = 1, open = 2, queued = 3, reading = 4 };
-enum class RowState : std::uint32_t { empty = 0, writing = 1, done = 2 };
-
-struct Row {
-    std::atomic<std::uint32_t> state;
-    std::uint32_t owner;
-    std::int64_t version;
-};
-
-struct alignas(kLine) Slab {
-    std::atomic<std::uint32_t> state;
-    std::uint32_t owner;  // the peer that writes or reads it
-    std::uint64_t seq;    // order in the queue
-    std::int64_t version;
-    std::uint64_t header_bytes;
-    std::uint64_t bytes;    // in use, from the slab's beginning
-    std::uint64_t touched;  // what has memory behind it
-    std::uint32_t rows;     // there is room for; 0: one message, not a batch
-    std::uint32_t limit;    // rows that will be used: all, or fewer once the batch was cut short
-    std::uint32_t given;    // rows that were handed out, from the first
-    std::uint32_t done;
-};
-
-struct Counters {
-    std::atomic<std::uint64_t> sent, received, dropped_oldest, dropped_newest, refused, stale, torn, copied, bytes_sent;
-    std::atomic<std::uint64_t> staleness_sum, staleness_max;
-    std::atomic<std::uint64_t> send_wait_ns, receive_wait_ns;
-};
-
-struct QueueHeader {
-    SegmentHeader segment;
-    // Constant.
-    std::uint64_t slots, slot_bytes, num_slabs, stride, data_offset, num_senders;
-    std::uint32_t policy, poison;
-    // Futexes: raised whenever there is something new to receive, or room to send.
-    alignas(kLine) std::atomic<std::uint32_t> readable;
-    alignas(kLine) std::atomic<std::uint32_t> writable;
-    // Guarded by the lock.
-    alignas(kLine) std::uint64_t next_seq;
-    std::uint32_t batch_rows;  // what new messages are put together to; 0: nothing
-    std::uint32_t open_slab;   // the batch that still has rows to give, plus one
-    std::uint64_t recent_bytes;  // about the largest of the latest messages
-    // Rebuilt by repair.
-    std::uint64_t head, tail;  // of the ring
-    std::uint32_t num_free, num_open, num_reading, holes;
-    std::uint32_t waiting[2];
-    Counters counters;
-};
-
-enum Side { kSend = 0, kReceive = 1 };
-
-// Where a sender writes.
-struct Ticket {
-    std::uint32_t slab = 0;
-    std::uint32_t row = 0;
-    bool batched = false;
-};
-
-struct Batch {
-    std::uint32_t slab = 0;
-    std::uint32_t rows = 0;   // 0: one message
-    bool crowded = false;     // receivers hold so many slabs that this one should be copied out
-};
 
 // What a caller does around its waits.
 class Sleeper {
@@ -93,11 +26,12 @@ public:
 
 class Queue final : public Segment {
 public:
-    static constexpr std::uint64_t kMagic = 0x3130'4e48'4354'5854;  // changes with the layout
+    static constexpr std::uint64_t kMagic = 0x3230'4e48'4354'5854;  // changes with the layout
     static constexpr std::uint32_t kMaxRows = 4096;
     static constexpr std::uint32_t kWriters = kMaxPeers;  // slabs for those who write at the same time
     static constexpr std::uint64_t kSpace = std::uint64_t{1} << 41;  // of address space at most
     static constexpr std::uint64_t kLargestStride = std::uint64_t{1} << 32;
+    static constexpr std::uint32_t kNone = ~std::uint32_t{0};  // as a slab
     static constexpr std::uint64_t kLeastKept = 64 << 10;
 
     static constexpr std::size_t kHeedless = ~std::size_t{0};  // as a number of known deaths: go on whoever dies
@@ -143,6 +77,12 @@ public:
     Row* rows(std::uint32_t slab) const { return reinterpret_cast<Row*>(data(slab)); }
     static std::size_t header_offset(std::uint32_t rows) { return round_up(rows * sizeof(Row), kLine); }
 
+    // Whether nobody is left who could receive what is sent.
+    bool deserted() {
+        Locked lock(*this);
+        return unreachable();
+    }
+
     // How many messages are put together from now on; 0 or 1: each by itself.
     void set_batch_rows(std::uint32_t rows) {
         bool wake = false;
@@ -184,33 +124,37 @@ public:
         });
     }
 
-    // Queues what was written there; on any other outcome than ok the slab is given back.
+    // Queues what was written there; on any other outcome than ok the slab is given back, or after a timeout kept if told
+    // to, for another try.
     Status commit(std::uint32_t peer, const Ticket& ticket, std::uint64_t header_bytes, std::int64_t version,
-                  Nanoseconds deadline, Sleeper& sleeper, std::size_t deaths) {
+                  Nanoseconds deadline, Sleeper& sleeper, std::size_t deaths, bool keep = false) {
         auto& slab = slabs_[ticket.slab];
         bool wake = false;
         const auto status = wait(kSend, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
             if (unreachable()) return Status::closed;
-            while (queued() >= q().slots) {
-                if (policy() == Policy::block) return std::nullopt;
+            // What was sent before comes before.
+            wake = seal_open() || wake;
+            if (q().holes != 0) wake = end_others({}) || wake;
+            while (queued() + q().num_open >= q().slots) {
+                if (waits(peer) || queued() == 0) return std::nullopt;
                 if (policy() != Policy::drop_oldest) return turn_away();
                 drop_oldest();
             }
-            seal_open();  // what was sent before comes before
-            if (q().holes != 0) end_others({});
             slab.header_bytes = header_bytes;
             slab.version = version;
-            enqueue(ticket.slab);
+            slab.given = slab.done = 0;
+            slab.seq = q().next_seq++;
+            set_ending(ticket.slab, Ending::ready);
+            slab.state.store(static_cast<std::uint32_t>(SlabState::open), std::memory_order_release);
+            ++q().num_open;
             count(q().counters.sent);
             count(q().counters.bytes_sent, slab.bytes);
-            wake = q().waiting[kReceive] != 0;
+            wake = queue_ready(ticket.slab) || wake;
             return Status::ok;
         });
-        if (status == Status::ok) {
-            if (wake) wake_side(kReceive, false);
-        } else {
-            abandon(ticket);
-        }
+        if (wake) wake_side(kReceive, false);
+        if (status == Status::ok) return status;
+        if (status != Status::timeout || !keep) abandon(ticket);
         return status;
     }
 
@@ -227,7 +171,7 @@ public:
             if (q().open_slab != 0 && !same_header(q().open_slab - 1, header)) wake = seal_open() || wake;
             if (q().open_slab == 0) {
                 while (queued() + q().num_open >= q().slots) {
-                    if (policy() == Policy::block || queued() == 0) return std::nullopt;
+                    if (waits(peer) || queued() == 0) return std::nullopt;
                     if (policy() != Policy::drop_oldest) return turn_away();
                     drop_oldest();
                 }
@@ -237,7 +181,7 @@ public:
             const auto i = q().open_slab - 1;
             ticket = {i, slabs_[i].given, true};
             give_row(peer, i, ticket.row);
-            if (++slabs_[i].given == slabs_[i].limit) q().open_slab = 0;
+            if (++slabs_[i].given == slabs_[i].rows) q().open_slab = 0;
             wake_next = q().open_slab != 0 && q().waiting[kSend] != 0;  // a free slot is room for many rows
             return Status::ok;
         });
@@ -261,7 +205,7 @@ public:
             ++slab.done;
             count(q().counters.sent);
             count(q().counters.bytes_sent, slab.bytes / slab.rows);
-            wake = complete(ticket.slab) && q().waiting[kReceive] != 0;
+            wake = ending_of(ticket.slab) == Ending::cut ? finish(ticket.slab) : queue_ready(ticket.slab);
         }
         if (wake) wake_side(kReceive, false);
         return Status::ok;
@@ -304,7 +248,9 @@ public:
             ++q().num_reading;
             batch = {i, slab.rows, q().num_reading > q().slots};
             count(q().counters.received, slab.rows != 0 ? slab.done : 1);
-            wake = q().waiting[kSend] != 0;
+            // Senders that wait for room sleep until half of it is there, or each message would cost two switches between
+            // processes. Nobody waits for theirs meanwhile, and after kScanEvery they look by themselves.
+            wake = q().waiting[kSend] != 0 && 2 * queued() <= q().slots;
             wake_next = queued() != 0 && q().waiting[kReceive] != 0;
             return Status::ok;
         });
@@ -328,8 +274,8 @@ public:
         {
             Locked lock(*this);
             --q().num_reading;
+            wake = q().waiting[kSend] > q().num_free;  // who waits for slots, of which this is none, is woken by receive
             put_back(i);
-            wake = q().waiting[kSend] != 0;
         }
         if (wake) wake_side(kSend, false);
     }
@@ -394,6 +340,12 @@ private:
         return s.num_joined[2] >= q().num_senders && s.num_present[2] == 0;
     }
 
+    // A message from another machine has been accepted there, so that it is too late for an error.
+    bool waits(std::uint32_t peer) const {
+        return policy() == Policy::block ||
+               (policy() == Policy::error && q().segment.peers[peer].role == static_cast<std::uint32_t>(Role::carrier));
+    }
+
     Status turn_away() {
         const bool drop = policy() == Policy::drop_newest;
         count(drop ? q().counters.dropped_newest : q().counters.refused);
@@ -430,8 +382,9 @@ private:
         const auto i = free_[--q().num_free];
         auto& slab = slabs_[i];
         slab.rows = q().batch_rows;
-        slab.limit = slab.rows;
         slab.given = slab.done = 0;
+        set_ending(i, Ending::open);
+        slab.seq = q().next_seq++;
         slab.header_bytes = header.size();
         const auto offset = header_offset(slab.rows);
         slab.bytes = offset + round_up(header.size(), kLine) + data_bytes;
@@ -452,7 +405,7 @@ private:
     // A row of a batch that was given out in full, but whose writer gave it back or died.
     bool fill_hole(std::uint32_t peer, const std::string& header, Ticket& ticket) {
         for (std::uint32_t i = 0; i < q().num_slabs; ++i) {
-            if (state_of(slabs_[i]) != SlabState::open || !same_header(i, header)) continue;
+            if (!is_open(i) || !same_header(i, header)) continue;
             for (std::uint32_t r = 0; r < slabs_[i].given; ++r) {
                 if (state_of(rows(i)[r]) != RowState::empty) continue;
                 give_row(peer, i, r);
@@ -464,65 +417,99 @@ private:
         return false;
     }
 
-    // A row whose writer gave it back or died. True if the batch is queued by that, because no more rows will come to it.
+    // A row whose writer gave it back or died. True if a receiver should be woken.
     bool void_row(std::uint32_t i, std::uint32_t r) {
         if (state_of(slabs_[i]) != SlabState::open) return false;
         rows(i)[r].state.store(static_cast<std::uint32_t>(RowState::empty), std::memory_order_release);
+        if (ending_of(i) == Ending::cut) return finish(i);
         ++q().holes;
-        return slabs_[i].limit < slabs_[i].rows && finish_short(i);
+        return false;
     }
 
-    // Queues a batch whose rows are all there.
-    bool complete(std::uint32_t i) {
-        if (slabs_[i].done != slabs_[i].limit) return false;
+    Ending ending_of(std::uint32_t i) const { return static_cast<Ending>(slabs_[i].ending); }
+    void set_ending(std::uint32_t i, Ending ending) { slabs_[i].ending = static_cast<std::uint32_t>(ending); }
+    // Whether it may still get rows.
+    bool is_open(std::uint32_t i) const { return state_of(slabs_[i]) == SlabState::open && ending_of(i) == Ending::open; }
+    bool is_ready(std::uint32_t i) const {
+        return ending_of(i) == Ending::ready || (ending_of(i) == Ending::open && slabs_[i].done == slabs_[i].rows);
+    }
+
+    // The open slab that was begun first, of all or of those that are ready; kNone: there is none.
+    std::uint32_t oldest_open(bool ready) const {
+        std::uint32_t best = kNone;
+        for (std::uint32_t i = 0; i < q().num_slabs; ++i) {
+            if (state_of(slabs_[i]) != SlabState::open || (ready && !is_ready(i))) continue;
+            if (best == kNone || slabs_[i].seq < slabs_[best].seq) best = i;
+        }
+        return best;
+    }
+
+    // Queues what is open and ready, in the order in which it was begun, up to the first that is not ready. True if a
+    // receiver should be woken. `changed`: the open slab that is why, or kNone.
+    bool queue_ready(std::uint32_t changed) {
+        if (changed != kNone && !is_ready(changed)) return false;
+        bool any = false;
+        while (q().num_open != 0) {
+            const auto i = q().num_open == 1 && changed != kNone ? changed : oldest_open(false);
+            changed = kNone;
+            if (!is_ready(i)) break;
+            queue_open(i);
+            any = true;
+        }
+        return any && q().waiting[kReceive] != 0;
+    }
+
+    void queue_open(std::uint32_t i) {
         --q().num_open;
         enqueue(i);
-        return true;
     }
 
-    // Takes no more rows into the batch that is open; true if it is queued by that.
+    // Takes no more rows into the batch that is open; true if a receiver should be woken.
     bool seal_open() {
         if (q().open_slab == 0) return false;
-        return finish_short(std::exchange(q().open_slab, 0U) - 1);
+        return cut(std::exchange(q().open_slab, 0U) - 1);
     }
 
-    // Ends the batches that rows of this header cannot fill; true if any is queued by that.
+    // Ends the batches that rows of this header cannot fill; true if a receiver should be woken.
     bool end_others(const std::string& header) {
         bool any = false;
         for (std::uint32_t i = 0; i < q().num_slabs; ++i) {
-            if (state_of(slabs_[i]) == SlabState::open && q().open_slab != i + 1 && !same_header(i, header)) {
-                any = finish_short(i) || any;
-            }
+            if (is_open(i) && q().open_slab != i + 1 && !same_header(i, header)) any = cut(i) || any;
         }
         return any;
     }
 
-    // Nothing more will come: what is there is all there will be.
+    // Nothing more will come: what is there is all there will be, and waits no longer for what will not be finished.
     void seal_all() {
         q().open_slab = 0;
         for (std::uint32_t i = 0; i < q().num_slabs; ++i) {
-            if (state_of(slabs_[i]) == SlabState::open) finish_short(i);
+            if (is_open(i)) cut(i);
         }
+        if (queued() != 0) return;
+        for (auto i = oldest_open(true); i != kNone; i = oldest_open(true)) queue_open(i);
     }
 
-    // Cuts a batch to the rows given out, and queues it, holes and all, unless some are being written.
-    bool finish_short(std::uint32_t i) {
-        auto& slab = slabs_[i];
-        slab.limit = slab.given;
-        std::uint32_t holes = 0;
-        for (std::uint32_t r = 0; r < slab.given; ++r) {
-            const auto state = state_of(rows(i)[r]);
-            if (state == RowState::writing) return false;
-            holes += state == RowState::empty ? 1 : 0;
+    // Gives no more rows of a batch; it is ready, holes and all, once none is being written. True: as for finish.
+    bool cut(std::uint32_t i) {
+        set_ending(i, Ending::cut);
+        for (std::uint32_t r = 0; r < slabs_[i].given; ++r) {
+            if (state_of(rows(i)[r]) == RowState::empty) --q().holes;
+        }
+        return finish(i);
+    }
+
+    // Of a batch that was cut short: makes it ready, unless rows are being written. True if a receiver should be woken.
+    bool finish(std::uint32_t i) {
+        for (std::uint32_t r = 0; r < slabs_[i].given; ++r) {
+            if (state_of(rows(i)[r]) == RowState::writing) return false;
+        }
+        if (slabs_[i].done != 0) {
+            set_ending(i, Ending::ready);
+            return queue_ready(i);
         }
         --q().num_open;
-        q().holes -= holes;
-        if (slab.done == 0) {
-            put_back(i);
-            return false;
-        }
-        enqueue(i);
-        return true;
+        put_back(i);
+        return queue_ready(kNone);
     }
 
     void repair() override {
@@ -536,23 +523,21 @@ private:
         for (std::uint32_t i = 0; i < h.num_slabs; ++i) {
             auto& slab = slabs_[i];
             if (state_of(slab) == SlabState::open) {
+                ++h.num_open;
+                h.next_seq = std::max(h.next_seq, slab.seq + 1);
+            }
+            if (state_of(slab) == SlabState::open && ending_of(i) != Ending::ready) {
                 std::uint32_t given = 0, present = 0;
                 slab.done = 0;
-                for (std::uint32_t r = 0; r < slab.limit; ++r) {
+                for (std::uint32_t r = 0; r < slab.rows; ++r) {
                     const auto state = state_of(rows(i)[r]);
                     if (state == RowState::empty) continue;
                     given = r + 1;
                     ++present;
                     slab.done += state == RowState::done ? 1 : 0;
                 }
-                slab.given = h.open_slab == i + 1 ? given : slab.limit;
-                h.holes += slab.given - present;
-                ++h.num_open;
-                if (slab.done == slab.limit) {
-                    --h.num_open;
-                    slab.seq = h.next_seq++;
-                    slab.state.store(static_cast<std::uint32_t>(SlabState::queued), std::memory_order_release);
-                }
+                slab.given = h.open_slab == i + 1 || !is_open(i) ? given : slab.rows;
+                if (is_open(i)) h.holes += slab.given - present;
             }
             if (state_of(slab) == SlabState::queued) ring_[h.tail++] = i;
             if (state_of(slab) == SlabState::free) free_[h.num_free++] = i;
@@ -562,8 +547,12 @@ private:
         if (h.tail != 0) h.next_seq = std::max(h.next_seq, slabs_[ring_[h.tail - 1]].seq + 1);
         if (h.open_slab != 0) {
             const auto& slab = slabs_[h.open_slab - 1];
-            if (state_of(slab) != SlabState::open || slab.given == slab.limit) h.open_slab = 0;
+            if (!is_open(h.open_slab - 1) || slab.given == slab.rows) h.open_slab = 0;
         }
+        for (std::uint32_t i = 0; i < h.num_slabs; ++i) {
+            if (state_of(slabs_[i]) == SlabState::open && ending_of(i) == Ending::cut) finish(i);
+        }
+        queue_ready(kNone);
     }
 
     void reclaim(std::uint32_t peer) override {

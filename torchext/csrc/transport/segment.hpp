@@ -120,8 +120,12 @@ inline int exit_status(int pidfd, int pid, std::uint64_t start) {
     return kUnknownStatus;
 }
 
-enum class Role : std::uint32_t { creator = 0, receiver = 1, sender = 2 };
-inline constexpr std::size_t kRoles = 3;
+// A carrier brings what senders on other machines have sent; those are in the table as senders, too.
+enum class Role : std::uint32_t { creator = 0, receiver = 1, sender = 2, carrier = 3 };
+inline constexpr std::size_t kRoles = 4;
+
+// Whether a sender is told of the death of such a peer; receivers are told of all.
+inline bool concerns_senders(Role role) { return role == Role::creator || role == Role::receiver; }
 
 enum class Presence : std::uint32_t { absent = 0, present = 1, left = 2, dead = 3 };
 
@@ -296,6 +300,18 @@ public:
         wake_everyone();
     }
 
+    // Tells the others that this peer has died, on another machine, where it is process `pid`.
+    void declare_dead(std::uint32_t peer, int pid, int status) {
+        if (forked()) return;
+        {
+            Locked lock(*this);
+            retire(peer, Presence::dead, status);
+            header().peers[peer].pid = pid;
+        }
+        next_scan_.store(0, std::memory_order_relaxed);
+        wake_everyone();
+    }
+
     // Looks at the other processes if that is due, and returns how many deaths this process has learnt of so far that
     // concern that role: receivers hear of all, senders of creators and receivers.
     std::size_t deaths(Role role, bool at_once = false) {
@@ -316,7 +332,7 @@ public:
         const std::lock_guard guard(watch_);
         std::vector<Death> found;
         for (const auto& death : deaths_) {
-            if (role == Role::sender && death.role == Role::sender) continue;
+            if (role == Role::sender && !concerns_senders(death.role)) continue;
             if (first != 0) {
                 --first;
             } else {
@@ -331,13 +347,18 @@ public:
         int pid;
         Role role;
         Presence presence;
+        std::uint32_t place;
+        std::uint64_t generation;
+        int status;  // wait status, once dead
     };
     std::vector<Peer> peers() {
         std::vector<Peer> found;
         Locked lock(*this);
-        for (const auto& cell : header().peers) {
+        for (std::uint32_t i = 0; i < kMaxPeers; ++i) {
+            const auto& cell = header().peers[i];
             const auto presence = static_cast<Presence>(cell.presence.load(std::memory_order_relaxed));
-            if (presence != Presence::absent) found.push_back({cell.name, cell.pid, static_cast<Role>(cell.role), presence});
+            if (presence == Presence::absent) continue;
+            found.push_back({cell.name, cell.pid, static_cast<Role>(cell.role), presence, i, cell.generation, cell.status});
         }
         return found;
     }
@@ -440,7 +461,7 @@ private:
                 if (presence == Presence::absent) break;
                 auto& w = watched_[i];
                 // Not what happened before we came, unless it is why nobody is at the other end of a sender.
-                const bool concerns = cell.changed >= start_ || (cell.role != static_cast<std::uint32_t>(Role::sender) &&
+                const bool concerns = cell.changed >= start_ || (concerns_senders(static_cast<Role>(cell.role)) &&
                                                                 header().num_present[cell.role] == 0);
                 if (presence == Presence::dead && w.reported != cell.generation && concerns) report(i, cell);
                 if ((presence != Presence::present || w.generation != cell.generation) && w.pidfd >= 0) {
@@ -490,7 +511,7 @@ private:
         watched_[peer].reported = cell.generation;
         deaths_.push_back({cell.name, cell.pid, static_cast<Role>(cell.role), cell.status});
         num_deaths_[0].fetch_add(1, std::memory_order_release);
-        if (deaths_.back().role != Role::sender) num_deaths_[1].fetch_add(1, std::memory_order_release);
+        if (concerns_senders(deaths_.back().role)) num_deaths_[1].fetch_add(1, std::memory_order_release);
     }
 
     Mapping mapping_;
