@@ -10,6 +10,11 @@ and with other numbers each time:
     DQN on CartPole-v1: greedy return 500 after 39936 steps, 30 s (1331 steps/s)
     evaluation: 20 episodes, mean return 500
 
+With explorers on another machine, both with the same TORCHEXT_CHANNELS_TOKEN in the environment:
+
+    python examples/dqn.py --listen 0.0.0.0:7000 --remote-explorers 2
+    python examples/dqn.py --learner-address learner:7000 --explorers 2 --first-number 2  # there
+
 Source: "Human-level control through deep reinforcement learning" (Nature 518, 2015), with the targets of "Deep
 Reinforcement Learning with Double Q-learning" (arXiv 1509.06461).
 """
@@ -21,6 +26,7 @@ import contextlib
 import multiprocessing
 import os
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import gymnasium
@@ -30,7 +36,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from torchext.channels import Channel, ChannelClosed, WeightBroadcast
+from torchext.channels import Broker, Channel, ChannelClosed, WeightBroadcast, join
 
 # Shapes: T transitions of a chunk, B of a minibatch, D numbers in an observation.
 
@@ -103,13 +109,13 @@ def explore(channel: Channel, weights: WeightBroadcast, number: int, options: ar
                     chunk["observation_t"][t] = torch.from_numpy(observation)
                     chunk["action_tm1"][t], chunk["reward_t"][t] = action, float(reward)
                     chunk["alive_t"][t] = float(not terminated)  # cut off is not failed
-                    played += options.explorers
+                    played += options.explorers + options.remote_explorers
                     if terminated or truncated:
                         observation, _ = env.reset()
 
 
 def update(online: QNetwork, target: QNetwork, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
-    """One step on a minibatch: the online network chooses, the target network values (Double Q-learning, equation 4)."""
+    """One step on a minibatch: the online network chooses, the target network values (Double Q-learning)."""
     with torch.no_grad():
         choice = online(batch["observation_t"]).argmax(-1, keepdim=True)
         q_t = target(batch["observation_t"]).gather(-1, choice).squeeze(-1)
@@ -153,9 +159,36 @@ def plot(path: Path, history: list[tuple[int, float]], title: str) -> None:
     figure.savefig(path)
 
 
+def start_explorers(
+    channel: Channel, weights: WeightBroadcast, options: argparse.Namespace
+) -> list[multiprocessing.context.SpawnProcess]:
+    context = multiprocessing.get_context("spawn")
+    explorers = [
+        context.Process(target=explore, args=(channel, weights, options.first_number + i, options), daemon=True)
+        for i in range(options.explorers)
+    ]
+    for explorer in explorers:
+        explorer.start()
+    return explorers
+
+
+def served(channel: Channel, weights: WeightBroadcast, options: argparse.Namespace) -> AbstractContextManager[object]:
+    if options.listen is None:
+        return contextlib.nullcontext()
+    return Broker(options.listen, {"rollouts": channel, "policy": weights})
+
+
+def explore_for(address: str, options: argparse.Namespace) -> None:
+    """Runs explorers on this machine for a learner on another one, until it is done."""
+    with join(address) as broker:
+        for explorer in start_explorers(broker.channel("rollouts"), broker.weights("policy"), options):
+            explorer.join()
+
+
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
+    num_explorers = options.explorers + options.remote_explorers
     online, target = QNetwork(options.env), QNetwork(options.env)
     target.load_state_dict(online.state_dict())
     optimizer = torch.optim.Adam(online.parameters(), lr=options.lr)
@@ -168,17 +201,12 @@ def train(options: argparse.Namespace) -> None:
         done_steps, history = state["steps"], state["history"]
     first_steps, start, mean, tested = done_steps, time.perf_counter(), 0.0, done_steps
     with (
-        Channel(slots=4, num_senders=options.explorers) as channel,
+        Channel(slots=4, num_senders=num_explorers) as channel,
         WeightBroadcast(online) as weights,
+        served(channel, weights, options),
         tqdm(total=options.steps, initial=done_steps, unit="step", leave=False) as bar,
     ):
-        context = multiprocessing.get_context("spawn")
-        explorers = [
-            context.Process(target=explore, args=(channel, weights, number, options), daemon=True)
-            for number in range(options.explorers)
-        ]
-        for explorer in explorers:
-            explorer.start()
+        explorers = start_explorers(channel, weights, options)
         weights.publish()
         for chunk in channel:
             replay.add(chunk)
@@ -222,6 +250,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="CartPole-v1", help="with vectors as observations and discrete actions")
     parser.add_argument("--explorers", type=int, default=2, help="processes")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="take rollouts of explorers on other machines")
+    parser.add_argument("--remote-explorers", type=int, default=0, help="how many those are; needs --listen")
+    parser.add_argument("--learner-address", metavar="HOST:PORT", help="only explore, for a learner on another machine")
+    parser.add_argument(
+        "--first-number", type=int, default=0, help="of the explorers here: those elsewhere have others"
+    )
     parser.add_argument("--chunk", type=int, default=64, help="transitions in a message")
     parser.add_argument("--steps", type=int, default=200_000, help="of all environments together, at most")
     parser.add_argument("--target", type=float, default=475.0, help="return of the greedy policy at which to stop")
@@ -241,7 +275,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint")
-    train(options)
+    if options.remote_explorers and options.listen is None:
+        parser.error("--remote-explorers needs --listen")
+    if options.learner_address is not None:
+        explore_for(options.learner_address, options)
+    else:
+        train(options)
 
 
 if __name__ == "__main__":

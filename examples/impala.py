@@ -1,4 +1,4 @@
-"""IMPALA on CartPole: explorers never wait for the learner; V-trace corrects for their older weights.
+"""IMPALA on CartPole or Atari: explorers never wait for the learner; V-trace corrects for their older weights.
 
     python examples/impala.py [--explorers 2] [--seed 1] [--checkpoint impala.pt [--resume]] [--plot impala.png]
 
@@ -9,6 +9,15 @@ time (the greedy policy of the evaluation may do worse than the one that explore
 
     IMPALA on CartPole-v1: return 476 over the last 100 episodes after 1276928 steps, 51 s (25097 steps/s)
     evaluation: 20 episodes, mean return 500
+
+On Atari (its games come with ale-py, in the same extra), for an evening rather than a minute:
+
+    python examples/impala.py --env ALE/Breakout-v5 --steps 10000000 --target 300 --rollout 20 --lr 3e-4
+
+With explorers on another machine, both with the same TORCHEXT_CHANNELS_TOKEN in the environment:
+
+    python examples/impala.py --listen 0.0.0.0:7000 --remote-explorers 2
+    python examples/impala.py --learner-address learner:7000 --explorers 2 --first-number 2  # there
 
 Source: "IMPALA: Scalable Distributed Deep-RL with Importance Weighted Actor-Learner Architectures" (arXiv 1802.01561).
 """
@@ -21,6 +30,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import gymnasium
@@ -30,27 +40,63 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from torchext.channels import Channel, ChannelClosed, ChannelLoader, WeightBroadcast
+from torchext.channels import Broker, Channel, ChannelClosed, ChannelLoader, WeightBroadcast, join
 
-# Shapes: T steps of a rollout, N environments of an explorer, E explorers (rows of a batch), D numbers in an
-# observation.
+# Shapes: T steps of a rollout, N environments of an explorer, E explorers (rows of a batch).
+
+
+def make_env(env_id: str) -> gymnasium.Env[np.ndarray, np.int64]:
+    """An environment; those of Atari give the last four frames, grey and at half size: (4, 80, 80) uint8."""
+    if not env_id.startswith("ALE/"):
+        return gymnasium.make(env_id)
+    import ale_py
+
+    gymnasium.register_envs(ale_py)
+    env = gymnasium.make(env_id, obs_type="grayscale", repeat_action_probability=0.0)  # each action for four frames
+    frames = gymnasium.spaces.Box(0, 255, (80, 80), np.uint8)
+    env = gymnasium.wrappers.TransformObservation(env, lambda frame: frame[34:194:2, ::2], frames)
+    return gymnasium.wrappers.FrameStackObservation(env, 4)
 
 
 class Policy(nn.Module):
-    """Two small networks: action logits and value."""
+    """Action logits and value: two small networks for vectors, one with two heads for images."""
 
     def __init__(self, env_id: str) -> None:
         super().__init__()
-        with contextlib.closing(gymnasium.make(env_id)) as env:
-            (inputs,), actions = env.observation_space.shape, int(env.action_space.n)
-        self.actor, self.critic = (
-            nn.Sequential(nn.Linear(inputs, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
-            for outputs in (actions, 1)
-        )
+        with contextlib.closing(make_env(env_id)) as env:
+            self.shape, actions = env.observation_space.shape, int(env.action_space.n)
+        self.is_image = len(self.shape) == 3
+        if self.is_image:
+            self.body: nn.Module = nn.Sequential(
+                *(nn.Conv2d(self.shape[0], 16, 8, 4), nn.ReLU(), nn.Conv2d(16, 32, 4, 2), nn.ReLU(), nn.Flatten()),
+                *(nn.Linear(32 * 8 * 8, 256), nn.ReLU()),
+            )
+            self.actor, self.critic = nn.Linear(256, actions), nn.Linear(256, 1)
+        else:
+            self.body = nn.Identity()
+            self.actor, self.critic = (
+                nn.Sequential(
+                    *(nn.Linear(self.shape[0], 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, outputs))
+                )
+                for outputs in (actions, 1)
+            )
+
+    def features(self, observation: Tensor) -> Tensor:
+        if not self.is_image:
+            return observation.float()
+        lead = observation.shape[:-3]
+        return self.body(observation.reshape(-1, *self.shape) / 255).reshape(*lead, -1)
+
+    def logits(self, observation: Tensor) -> Tensor:
+        return self.actor(self.features(observation))
+
+    def value(self, observation: Tensor) -> Tensor:
+        return self.critic(self.features(observation)).squeeze(-1)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-        """(..., D) to logits (..., actions) and values (...)."""
-        return self.actor(observation), self.critic(observation).squeeze(-1)
+        """(..., *shape) to logits (..., actions) and values (...)."""
+        features = self.features(observation)
+        return self.actor(features), self.critic(features).squeeze(-1)
 
 
 def sample(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -65,13 +111,11 @@ def explore(channel: Channel, weights: WeightBroadcast, number: int, options: ar
     torch.set_num_threads(1)
     torch.manual_seed(1000 * options.seed + number)
     steps, policy = options.rollout, Policy(options.env)
-    envs = [gymnasium.make(options.env) for _ in range(options.envs)]
-    observations = np.stack(
-        [env.reset(seed=1000 * options.seed + 100 * number + i)[0] for i, env in enumerate(envs)]
-    ).astype(np.float32)
+    envs = [make_env(options.env) for _ in range(options.envs)]
+    observations = np.stack([env.reset(seed=1000 * options.seed + 100 * number + i)[0] for i, env in enumerate(envs)])
     returns = np.zeros(len(envs), dtype=np.float32)
     spec = {
-        "observation": torch.empty(steps + 1, len(envs), observations.shape[1]),  # (T + 1, N, D)
+        "observation": torch.from_numpy(observations).expand(steps + 1, *observations.shape),  # (T + 1, N, ...)
         "action": torch.empty(steps, len(envs), dtype=torch.int64),
         **{key: torch.empty(steps, len(envs)) for key in ("log_prob", "reward", "ended", "episode_return")},
     }
@@ -84,16 +128,17 @@ def explore(channel: Channel, weights: WeightBroadcast, number: int, options: ar
             with sender.reserve(spec, version=version) as rollout, torch.no_grad():
                 for t in range(steps):
                     rollout["observation"][t] = torch.from_numpy(observations)
-                    action, rollout["log_prob"][t] = sample(policy.actor(rollout["observation"][t]))
+                    action, rollout["log_prob"][t] = sample(policy.logits(rollout["observation"][t]))
                     rollout["action"][t] = action
                     reward, ended = rollout["reward"][t].numpy(), rollout["ended"][t].numpy()
                     episode_return = rollout["episode_return"][t].numpy()
                     for i, (env, choice) in enumerate(zip(envs, action.tolist(), strict=True)):
-                        observation, reward[i], terminated, truncated, _ = env.step(choice)
-                        returns[i] += reward[i]
+                        observation, gain, terminated, truncated, _ = env.step(choice)
+                        returns[i] += gain
+                        reward[i] = np.sign(gain) if policy.is_image else gain  # games differ in what they pay
                         ended[i], episode_return[i] = terminated or truncated, np.nan
                         if truncated and not terminated:  # cut off, not failed: what would have followed counts
-                            reward[i] += options.gamma * policy.critic(torch.as_tensor(observation)).item()
+                            reward[i] += options.gamma * policy.value(torch.as_tensor(np.asarray(observation))).item()
                         if ended[i]:
                             episode_return[i], returns[i] = returns[i], 0
                             observation, _ = env.reset()
@@ -131,7 +176,11 @@ def update(
     loss = -(advantage * log_prob).mean() + 0.5 * F.mse_loss(value[:, :-1], target) - options.entropy * entropy
     optimizer.zero_grad()
     loss.backward()
-    for network in (policy.actor, policy.critic):  # apart, or the critic's large gradients would drown the actor's
+    for network in (
+        policy.body,
+        policy.actor,
+        policy.critic,
+    ):  # apart, or the critic's large gradients would drown the actor's
         nn.utils.clip_grad_norm_(network.parameters(), 0.5)
     optimizer.step()
 
@@ -139,12 +188,12 @@ def update(
 def evaluate(policy: Policy, env_id: str, episodes: int, seed: int) -> float:
     """Mean return of the likeliest actions."""
     total = 0.0
-    with contextlib.closing(gymnasium.make(env_id)) as env, torch.no_grad():
+    with contextlib.closing(make_env(env_id)) as env, torch.no_grad():
         for episode in range(episodes):
             observation, _ = env.reset(seed=seed + episode)
             ended = False
             while not ended:
-                action = policy.actor(torch.as_tensor(observation, dtype=torch.float32)).argmax().item()
+                action = policy.logits(torch.as_tensor(np.asarray(observation))).argmax().item()
                 observation, reward, terminated, truncated, _ = env.step(action)
                 total += float(reward)
                 ended = terminated or truncated
@@ -166,9 +215,36 @@ def plot(path: Path, history: list[tuple[int, float]], title: str) -> None:
     figure.savefig(path)
 
 
+def start_explorers(
+    channel: Channel, weights: WeightBroadcast, options: argparse.Namespace
+) -> list[multiprocessing.context.SpawnProcess]:
+    context = multiprocessing.get_context("spawn")
+    explorers = [
+        context.Process(target=explore, args=(channel, weights, options.first_number + i, options), daemon=True)
+        for i in range(options.explorers)
+    ]
+    for explorer in explorers:
+        explorer.start()
+    return explorers
+
+
+def served(channel: Channel, weights: WeightBroadcast, options: argparse.Namespace) -> AbstractContextManager[object]:
+    if options.listen is None:
+        return contextlib.nullcontext()
+    return Broker(options.listen, {"rollouts": channel, "policy": weights})
+
+
+def explore_for(address: str, options: argparse.Namespace) -> None:
+    """Runs explorers on this machine for a learner on another one, until it is done."""
+    with join(address) as broker:
+        for explorer in start_explorers(broker.channel("rollouts"), broker.weights("policy"), options):
+            explorer.join()
+
+
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
+    num_explorers = options.explorers + options.remote_explorers
     policy = Policy(options.env)
     optimizer = torch.optim.Adam(policy.parameters(), lr=options.lr, eps=1e-5)
     done_steps, returns, history = 0, deque[float](maxlen=100), list[tuple[int, float]]()
@@ -180,19 +256,14 @@ def train(options: argparse.Namespace) -> None:
         returns.extend(state["returns"])
     first_steps, start, saved = done_steps, time.perf_counter(), time.perf_counter()
     with (
-        Channel(slots=4, num_senders=options.explorers) as channel,
+        Channel(slots=4, num_senders=num_explorers) as channel,
         WeightBroadcast(policy) as weights,
+        served(channel, weights, options),
         tqdm(total=options.steps, initial=done_steps, unit="step", leave=False) as bar,
     ):
-        context = multiprocessing.get_context("spawn")
-        explorers = [
-            context.Process(target=explore, args=(channel, weights, number, options), daemon=True)
-            for number in range(options.explorers)
-        ]
-        for explorer in explorers:
-            explorer.start()
+        explorers = start_explorers(channel, weights, options)
         weights.publish()
-        for batch in ChannelLoader(channel, options.explorers, max_staleness=options.max_staleness, weights=weights):
+        for batch in ChannelLoader(channel, num_explorers, max_staleness=options.max_staleness, weights=weights):
             for group in optimizer.param_groups:
                 group["lr"] = options.lr * max(0.1, 1 - done_steps / options.steps)
             update(policy, optimizer, batch, options)
@@ -229,8 +300,16 @@ def train(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env", default="CartPole-v1", help="with vectors as observations and discrete actions")
+    parser.add_argument(
+        "--env", default="CartPole-v1", help="with discrete actions, and vectors or images (ALE/...) as observations"
+    )
     parser.add_argument("--explorers", type=int, default=2, help="processes")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="take rollouts of explorers on other machines")
+    parser.add_argument("--remote-explorers", type=int, default=0, help="how many those are; needs --listen")
+    parser.add_argument("--learner-address", metavar="HOST:PORT", help="only explore, for a learner on another machine")
+    parser.add_argument(
+        "--first-number", type=int, default=0, help="of the explorers here: those elsewhere have others"
+    )
     parser.add_argument("--envs", type=int, default=8, help="environments of each")
     parser.add_argument("--rollout", type=int, default=32, help="steps of each environment in a message")
     parser.add_argument("--steps", type=int, default=2_000_000, help="of all environments together, at most")
@@ -247,7 +326,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint")
-    train(options)
+    if options.remote_explorers and options.listen is None:
+        parser.error("--remote-explorers needs --listen")
+    if options.learner_address is not None:
+        explore_for(options.learner_address, options)
+    else:
+        train(options)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,11 @@ prints, on two busy cores and with other numbers each time:
     PPO on CartPole-v1: return 476 over the last 100 episodes after 129024 steps, 23 s (5657 steps/s)
     evaluation: 100 episodes, mean return 500
 
+With explorers on another machine, both with the same TORCHEXT_CHANNELS_TOKEN in the environment:
+
+    python examples/ppo.py --listen 0.0.0.0:7000 --remote-explorers 2
+    python examples/ppo.py --learner-address learner:7000 --explorers 2 --first-number 2  # there
+
 Source: "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), with generalised advantages (arXiv 1506.02438).
 """
 
@@ -20,6 +25,7 @@ import multiprocessing
 import os
 import time
 from collections import deque
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import gymnasium
@@ -29,7 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from tqdm import tqdm
 
-from torchext.channels import Channel, ChannelClosed, ChannelLoader, WeightBroadcast
+from torchext.channels import Broker, Channel, ChannelClosed, ChannelLoader, WeightBroadcast, join
 
 # Shapes: T steps of a rollout, N environments of an explorer, E explorers (rows of a batch), D numbers in an
 # observation.
@@ -167,9 +173,36 @@ def plot(path: Path, history: list[tuple[int, float]], title: str) -> None:
     figure.savefig(path)
 
 
+def start_explorers(
+    channel: Channel, weights: WeightBroadcast, options: argparse.Namespace
+) -> list[multiprocessing.context.SpawnProcess]:
+    context = multiprocessing.get_context("spawn")
+    explorers = [
+        context.Process(target=explore, args=(channel, weights, options.first_number + i, options), daemon=True)
+        for i in range(options.explorers)
+    ]
+    for explorer in explorers:
+        explorer.start()
+    return explorers
+
+
+def served(channel: Channel, weights: WeightBroadcast, options: argparse.Namespace) -> AbstractContextManager[object]:
+    if options.listen is None:
+        return contextlib.nullcontext()
+    return Broker(options.listen, {"rollouts": channel, "policy": weights})
+
+
+def explore_for(address: str, options: argparse.Namespace) -> None:
+    """Runs explorers on this machine for a learner on another one, until it is done."""
+    with join(address) as broker:
+        for explorer in start_explorers(broker.channel("rollouts"), broker.weights("policy"), options):
+            explorer.join()
+
+
 def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed)
     torch.set_num_threads(1)
+    num_explorers = options.explorers + options.remote_explorers
     policy = Policy(options.env)
     optimizer = torch.optim.Adam(policy.parameters(), lr=options.lr, eps=1e-5)
     done_steps, returns, history = 0, deque[float](maxlen=100), list[tuple[int, float]]()
@@ -182,19 +215,14 @@ def train(options: argparse.Namespace) -> None:
     first_steps, start, saved = done_steps, time.perf_counter(), time.perf_counter()
     # One batch is written while the other is trained on.
     with (
-        Channel(slots=2, num_senders=options.explorers) as channel,
+        Channel(slots=2, num_senders=num_explorers) as channel,
         WeightBroadcast(policy) as weights,
+        served(channel, weights, options),
         tqdm(total=options.steps, initial=done_steps, unit="step", leave=False) as bar,
     ):
-        context = multiprocessing.get_context("spawn")
-        explorers = [
-            context.Process(target=explore, args=(channel, weights, number, options), daemon=True)
-            for number in range(options.explorers)
-        ]
-        for explorer in explorers:
-            explorer.start()
+        explorers = start_explorers(channel, weights, options)
         weights.publish()
-        for batch in ChannelLoader(channel, batch_size=options.explorers, weights=weights):
+        for batch in ChannelLoader(channel, batch_size=num_explorers, weights=weights):
             for group in optimizer.param_groups:
                 group["lr"] = options.lr * max(0.1, 1 - done_steps / options.steps)
             update(policy, optimizer, batch, options)
@@ -233,6 +261,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", default="CartPole-v1", help="with vectors as observations and discrete actions")
     parser.add_argument("--explorers", type=int, default=2, help="processes")
+    parser.add_argument("--listen", metavar="HOST:PORT", help="take rollouts of explorers on other machines")
+    parser.add_argument("--remote-explorers", type=int, default=0, help="how many those are; needs --listen")
+    parser.add_argument("--learner-address", metavar="HOST:PORT", help="only explore, for a learner on another machine")
+    parser.add_argument(
+        "--first-number", type=int, default=0, help="of the explorers here: those elsewhere have others"
+    )
     parser.add_argument("--envs", type=int, default=8, help="environments of each")
     parser.add_argument("--rollout", type=int, default=64, help="steps of each environment in a message")
     parser.add_argument("--steps", type=int, default=500_000, help="of all environments together, at most")
@@ -252,7 +286,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.resume and options.checkpoint is None:
         parser.error("--resume needs --checkpoint")
-    train(options)
+    if options.remote_explorers and options.listen is None:
+        parser.error("--remote-explorers needs --listen")
+    if options.learner_address is not None:
+        explore_for(options.learner_address, options)
+    else:
+        train(options)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -23,10 +25,11 @@ def run(example: str, *words: str | Path, timeout_s: float = 200) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("example", ["ppo.py", "impala.py"])
+@pytest.mark.parametrize("example", ["ppo.py", pytest.param("impala.py", marks=pytest.mark.slow)])
+@pytest.mark.timeout(300)
 def test_it_saves_resumes_evaluates_and_plots(example: str, tmp_path: Path) -> None:
     files = ["--checkpoint", tmp_path / "a.pt", "--plot", tmp_path / "a.png"]
-    common = ["--explorers", "2", "--envs", "2", "--rollout", "16", "--evaluate", "1", *files]
+    common = ["--explorers", "1", "--envs", "4", "--rollout", "16", "--evaluate", "1", *files]
     run(example, *common, "--steps", "128")
     before = torch.load(tmp_path / "a.pt")
     assert before["steps"] == before["history"][-1][0] == 128
@@ -37,6 +40,57 @@ def test_it_saves_resumes_evaluates_and_plots(example: str, tmp_path: Path) -> N
     assert after["history"][:2] == before["history"]
     assert re.search(r"after 256 steps, \d+ s \(\d+ steps/s\)\nevaluation: 1 episodes, mean return \d+", output), output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.pt"]
+
+
+@pytest.mark.timeout(300)
+def test_dqn_saves_resumes_evaluates_and_plots(tmp_path: Path) -> None:
+    files = ["--checkpoint", tmp_path / "a.pt", "--plot", tmp_path / "a.png"]
+    common = ["--explorers", "1", "--chunk", "32", "--warm-up", "64", "--test-every", "64", "--test-episodes", "1"]
+    run("dqn.py", *common, *files, "--evaluate", "1", "--steps", "128")
+    before = torch.load(tmp_path / "a.pt")
+    assert before["steps"] == before["history"][-1][0] == 128
+    output = run("dqn.py", *common, *files, "--evaluate", "1", "--steps", "192", "--resume")
+    after = torch.load(tmp_path / "a.pt")
+    assert after["history"][: len(before["history"])] == before["history"]
+    assert re.search(r"after 192 steps, \d+ s \(\d+ steps/s\)\nevaluation: 1 episodes, mean return \d+", output), output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.pt"]
+
+
+@pytest.mark.timeout(300)
+def test_explorers_on_another_machine() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    environment = {**os.environ, "TORCHEXT_CHANNELS_TOKEN": "a token of the tests"}
+    small = ["--explorers", "1", "--envs", "2", "--rollout", "16"]
+    words = [*small, "--learner-address", address, "--first-number", "1"]
+    with subprocess.Popen([sys.executable, EXAMPLES / "impala.py", *words], env=environment) as elsewhere:
+        words = [*small, "--listen", address, "--remote-explorers", "1", "--steps", "256", "--evaluate", "0"]
+        done = subprocess.run(
+            [sys.executable, EXAMPLES / "impala.py", *words],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=200,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        assert "after 256 steps" in done.stdout  # in batches with a row from each
+        assert elsewhere.wait(60) == 0
+
+
+@pytest.mark.timeout(300)
+def test_impala_plays_atari() -> None:
+    pytest.importorskip("ale_py", reason="needs ale-py: pip install 'torchext[rl]'")
+    words = ["--explorers", "1", "--envs", "1", "--rollout", "4", "--steps", "8", "--evaluate", "0"]
+    assert "after 8 steps" in run("impala.py", "--env", "ALE/Breakout-v5", *words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.timeout(700)
+def test_dqn_solves_cartpole(seed: int) -> None:
+    output = run("dqn.py", "--seed", str(seed), "--evaluate", "0", timeout_s=600)
+    assert int(re.findall(r"greedy return (\d+)", output)[0]) >= 475, output
 
 
 @pytest.mark.slow
