@@ -1,6 +1,7 @@
 """Time messages from explorers to a learner over torchext.channels and its peers, interleaved in the same run.
 
-    python tests/benchmarks/channels.py [--sizes 1024 65536] [--explorers 1 4] [--rounds 5] [--copy] [--weights]
+    python tests/benchmarks/channels.py [--sizes 1024 65536] [--explorers 1 4] [--rounds 5] [--copy]
+    python tests/benchmarks/channels.py --weights | --rate | --overlap | --machines
 
 The dummy algorithm of XingTian's paper: each explorer sends ``--messages`` messages of one tensor as fast as it can;
 time runs from the first send to the last receive. CPU time is that of all processes meanwhile, in microseconds per
@@ -8,9 +9,14 @@ message: what stays comparable on a busy machine. The table gives medians over t
 With --copy the learner copies each message into a batch of its own. With --weights: one publisher, four receivers, from
 the call of publish to the last load, against a queue for each receiver.
 
+With --rate: messages per second of 1 KiB, over 100,000 of them. With --overlap: the time of a learner's step that
+computes while explorers make and send its next batch, against the longer of computing alone and communicating alone.
+With --machines: between two brokers over the loopback interface, against ZeroMQ over TCP.
+
 Peers, each left out with a word if it is not installed: torch.multiprocessing.Queue; DataLoader workers; ZeroMQ (PUSH
-and PULL over ipc, without copies where it can); Ray (results of actor tasks). Every process is started with setsid, so
-that the kernel's groups of processes do not favour one; each gets one thread.
+and PULL over ipc, without copies where it can); Ray (results of actor tasks, and compiled graphs, of which only the
+learner's CPU time is counted). Every process is started with setsid, so that the kernel's groups of processes do not
+favour one; each gets one thread.
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import statistics
 import time
 import uuid
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
@@ -233,6 +240,174 @@ def run_ray(size: int, explorers: int, options: argparse.Namespace) -> Round:
     return last - first, after - before  # without what Ray's own daemons spend
 
 
+def run_ray_graph(size: int, explorers: int, options: argparse.Namespace) -> Round:
+    """A compiled graph: explorers in channels of their own, without a task for each message."""
+    import ray
+    from ray.dag import InputNode, MultiOutputNode
+
+    class Explorer:
+        def __init__(self) -> None:
+            self.message = {"x": torch.zeros(size, dtype=torch.uint8).numpy()}
+
+        def make(self, _: Any) -> Any:
+            return self.message
+
+        def cpu_s(self) -> float:
+            return cpu_s()
+
+    actors = [ray.remote(Explorer).options(num_cpus=0).remote() for _ in range(explorers)]
+    with InputNode() as given:
+        graph = MultiOutputNode([actor.make.bind(given) for actor in actors])
+    compiled = graph.experimental_compile(_buffer_size_bytes=size + (1 << 16), _max_inflight_executions=8)
+    batch = torch.zeros(8, size, dtype=torch.uint8)
+
+    def rounds(count: int) -> None:
+        pending: deque[Any] = deque()
+        given = got = 0
+        while got < count * explorers:
+            while given < count and len(pending) < 8:
+                pending.append(compiled.execute(given))
+                given += 1
+            for message in ray.get(pending.popleft()):
+                if options.copy:
+                    batch[got % 8] = torch.from_numpy(message["x"].copy())
+                got += 1
+
+    rounds(WARM_UP)
+    before = cpu_s()
+    first = time.monotonic()
+    rounds(options.messages)
+    last = time.monotonic()
+    spent = cpu_s() - before  # the learner's: the explorers' loops answer nothing else
+    compiled.teardown()
+    for actor in actors:
+        ray.kill(actor)
+    return last - first, spent
+
+
+def measure_rate(options: argparse.Namespace) -> None:
+    """Small messages, long enough that starting and stopping do not count."""
+    count = 100_000
+    for explorers in options.explorers:
+        rates: dict[str, list[float]] = {}
+        for _ in range(options.rounds):
+            links = {"torchext": torchext_link}
+            if find_spec("zmq") is not None:
+                links["ZeroMQ"] = zeromq_link
+            for name, make in links.items():
+                each = argparse.Namespace(**{**vars(options), "messages": count // explorers})
+                seconds, cpu = run_link(make, 1 << 10, explorers, each)
+                rates.setdefault(name, []).append(each.messages * explorers / seconds)
+                rates.setdefault(f"{name}, per CPU second", []).append(each.messages * explorers / cpu)
+        for name, values in rates.items():
+            print(
+                f"{explorers} explorers, 1024 B, {name}: median {statistics.median(values):,.0f} messages/s, "
+                f"most {max(values):,.0f}",
+                flush=True,
+            )
+
+
+def measure_overlap(options: argparse.Namespace) -> None:
+    """Whether communication hides behind computation; on two free cores, one for each side."""
+    size, steps = 4 << 20, 60
+    matrix = torch.randn(384, 384)
+
+    def compute() -> None:
+        for _ in range(8):
+            torch.mm(matrix, matrix)
+
+    def learner_s(channel: Channel | None, computes: bool) -> float:
+        start = time.monotonic()
+        for _ in range(steps):
+            batch = channel.receive(60) if channel is not None else None
+            if computes:
+                compute()
+            del batch
+        return (time.monotonic() - start) / steps
+
+    def explorer(channel: Channel) -> None:
+        os.setsid()
+        message = {"x": torch.zeros(size, dtype=torch.uint8)}
+        with channel.sender() as sender:
+            for _ in range(steps):
+                sender.send(message)
+        os._exit(0)
+
+    ratios = []
+    for _ in range(options.rounds):
+        times = {"compute": learner_s(None, True)}
+        for name, computes in (("communicate", False), ("both", True)):
+            with Channel(slots=4) as channel:
+                process = FORK.Process(target=explorer, args=(channel,))
+                process.start()
+                times[name] = learner_s(channel, computes)
+                process.join()
+        ratios.append(times["both"] / max(times["compute"], times["communicate"]))
+        print(", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items()), flush=True)
+    print(f"a step takes {statistics.median(ratios):.3f} of the longer of the two, least {min(ratios):.3f}")
+
+
+def measure_machines(options: argparse.Namespace) -> None:
+    """From a process through its broker to the broker of the learner, over TCP."""
+    from torchext.channels import Broker, join
+
+    def explorer(address: str, size: int, count: int) -> None:
+        os.setsid()
+        message = {"x": torch.randint(0, 256, (size,), dtype=torch.uint8)}  # nothing to compress
+        with join(address, token="benchmark") as broker, broker.channel("rollouts").sender() as sender:
+            for _ in range(count):
+                sender.send(message)
+            sender.close()
+            broker.close(timeout=300)
+        os._exit(0)
+
+    def pushes(address: str, size: int, count: int) -> None:
+        import zmq
+
+        os.setsid()
+        message = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        with zmq.Context() as context, context.socket(zmq.PUSH) as sock:
+            sock.set_hwm(16)
+            sock.connect(address)
+            for _ in range(count):
+                sock.send(message.numpy(), copy=False)
+        os._exit(0)
+
+    for size in options.sizes:
+        count = max(20, min(2000, (256 << 20) // size))
+        speeds: dict[str, list[float]] = {}
+        for _ in range(options.rounds):
+            with (
+                Channel(slots=16) as channel,
+                Broker("127.0.0.1:0", {"rollouts": channel}, token="benchmark") as broker,
+            ):
+                process = FORK.Process(target=explorer, args=(broker.address, size, count))
+                process.start()
+                channel.receive(60)
+                start = time.monotonic()
+                for _ in range(count - 1):
+                    channel.receive(60)
+                speeds.setdefault("torchext", []).append((count - 1) * size / (time.monotonic() - start) / 1e6)
+                process.join()
+            if find_spec("zmq") is None:
+                continue
+            import zmq
+
+            with zmq.Context() as context, context.socket(zmq.PULL) as sock:
+                sock.set_hwm(16)
+                port = sock.bind_to_random_port("tcp://127.0.0.1")
+                process = FORK.Process(target=pushes, args=(f"tcp://127.0.0.1:{port}", size, count))
+                process.start()
+                sock.recv(copy=False)
+                start = time.monotonic()
+                for _ in range(count - 1):
+                    bytearray(sock.recv(copy=False).buffer)  # writable, as the other's are
+                speeds.setdefault("ZeroMQ", []).append((count - 1) * size / (time.monotonic() - start) / 1e6)
+                process.join()
+        for name, values in speeds.items():
+            print(f"{size} B over TCP, {name}: median {statistics.median(values):.0f} MB/s, most {max(values):.0f}")
+
+
 def publish_weights(options: argparse.Namespace) -> None:
     """6.7 MB to four receivers."""
     state = {f"layer{i}": torch.zeros(167_500) for i in range(10)}
@@ -280,16 +455,26 @@ def main() -> None:
     parser.add_argument("--messages", type=int, default=20, help="of each explorer")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--copy", action="store_true")
-    parser.add_argument("--weights", action="store_true", help="only these")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--weights", action="store_true", help="only these")
+    only.add_argument("--rate", action="store_true", help="only that of small messages")
+    only.add_argument("--overlap", action="store_true", help="only that of communication and computation")
+    only.add_argument("--machines", action="store_true", help="only between brokers")
     options = parser.parse_args()
     with contextlib.suppress(OSError):  # a leader of its group is one already
         os.setsid()
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "This DataLoader will create")
     print(f"torch {torch.__version__}, torchext {torchext.__version__}, {platform.platform()}, {os.cpu_count()} CPUs")
-    if options.weights:
-        publish_weights(options)
-        return
+    for asked, measure in (
+        (options.weights, publish_weights),
+        (options.rate, measure_rate),
+        (options.overlap, measure_overlap),
+        (options.machines, measure_machines),
+    ):
+        if asked:
+            measure(options)
+            return
     contenders: dict[str, Callable[[int, int, argparse.Namespace], Round]] = {
         "torchext": partial(run_link, torchext_link),
         "torch queue": partial(run_link, torch_queue_link),
@@ -305,6 +490,7 @@ def main() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         ray.init(num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False, logging_level="error")
         contenders["Ray tasks"] = run_ray
+        contenders["Ray graph"] = run_ray_graph
     else:
         print("Ray left out: pip install ray")
     for size in options.sizes:

@@ -85,6 +85,15 @@ def test_impala_plays_atari() -> None:
     assert "after 8 steps" in run("impala.py", "--env", "ALE/Breakout-v5", *words)
 
 
+@pytest.mark.timeout(300)
+def test_a_population_goes_on_from_its_best() -> None:
+    output = run("pbt.py", "--members", "2", "--rounds", "3", "--steps", "20").splitlines()
+    assert [line[:8] for line in output[:-1]] == [f"round {i:2}" for i in (1, 2, 3)]
+    assert re.fullmatch(r"best of the population [\d.]+; of the same members without exchange [\d.]+", output[-1])
+    rates = [line.rpartition("rates ")[2].split() for line in output[:-1]]
+    assert rates[0] != rates[1]  # the worse one has taken over the better one's, changed a little
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.timeout(700)
