@@ -45,7 +45,7 @@ import torchext
 from torchext.channels import Channel, WeightBroadcast
 
 SIZES = [1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
-WARM_UP = 8  # messages of each explorer, not timed: memory is touched for the first time
+WARM_UP = 32  # messages of each explorer, not timed: memory is touched for the first time
 FORK = multiprocessing.get_context("fork")
 Link = tuple[Callable[[], Any], Callable[[Any, Any], None], Callable[[Any], Iterator[torch.Tensor]]]
 

@@ -99,8 +99,7 @@ void run_queue(unsigned senders, unsigned receivers, std::uint64_t count, bool b
     for (const auto& g : got) {
         std::vector<std::uint64_t> next(senders, 0);
         for (const auto value : g) {
-            // A row that was given back is filled by whoever comes next: in batches the order is that of rows.
-            if (!batched && value % 1'000'000 < next[value / 1'000'000]) fail("out of order");
+            if (value % 1'000'000 < next[value / 1'000'000]) fail("out of order");
             next[value / 1'000'000] = value % 1'000'000 + 1;
             all.push_back(value);
         }

@@ -13,7 +13,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, default_collate
 
@@ -112,6 +112,10 @@ def test_any_mixture_gives_every_message_once_and_in_order(batch_size: int, kind
         max_size=40,
     ),
 )
+# A batch is full before the one that was begun before it; a row that was given back lies before others of who is next.
+@example(2, [(0, "begin"), (1, "send"), (1, "send"), (1, "send"), (1, "text")])
+@example(2, [(0, "begin"), (1, "send"), (0, "abandon"), (1, "send")])
+@example(3, [(0, "begin"), (1, "send"), (2, "begin"), (0, "abandon"), (1, "send"), (1, "send"), (2, "send")])
 def test_no_message_overtakes_another_of_its_sender(batch_size: int, actions: list[tuple[int, str]]) -> None:
     """Also where one batch is full while a row of the batch before is still being written by somebody else."""
     sent: list[list[int]] = [[], [], []]

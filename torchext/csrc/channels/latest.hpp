@@ -69,7 +69,7 @@ public:
     }
 
     // Makes it the latest, under the next number, or that given where it is newer; returns the number.
-    std::uint64_t commit(std::uint32_t slab, std::uint64_t given) {
+    std::uint64_t commit(std::uint32_t slab, std::uint64_t given = 0) {
         std::uint64_t version = 0;
         {
             Locked lock(*this);

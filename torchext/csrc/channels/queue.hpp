@@ -165,7 +165,7 @@ public:
         const auto status = wait(kSend, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
             if (unreachable()) return Status::closed;
             if (q().holes != 0) {
-                if (fill_hole(peer, header, ticket)) return Status::ok;
+                if (fill_hole(peer, header, ticket, wake)) return Status::ok;
                 wake = end_others(header) || wake;
             }
             if (q().open_slab != 0 && !same_header(q().open_slab - 1, header)) wake = seal_open() || wake;
@@ -402,16 +402,32 @@ private:
         row.state.store(static_cast<std::uint32_t>(RowState::writing), std::memory_order_release);
     }
 
-    // A row of a batch that was given out in full, but whose writer gave it back or died.
-    bool fill_hole(std::uint32_t peer, const std::string& header, Ticket& ticket) {
+    // A row whose writer gave it back or died. Where it lies before others of this peer, the batch is cut short instead.
+    bool fill_hole(std::uint32_t peer, const std::string& header, Ticket& ticket, bool& wake) {
         for (std::uint32_t i = 0; i < q().num_slabs; ++i) {
             if (!is_open(i) || !same_header(i, header)) continue;
             for (std::uint32_t r = 0; r < slabs_[i].given; ++r) {
                 if (state_of(rows(i)[r]) != RowState::empty) continue;
+                if (comes_after(peer, i, r)) {
+                    if (q().open_slab != i + 1) wake = cut(i) || wake;
+                    break;
+                }
                 give_row(peer, i, r);
                 --q().holes;
                 ticket = {i, r, true};
                 return true;
+            }
+        }
+        return false;
+    }
+
+    // Whether this peer has something in a row after that, or in what was begun after that batch.
+    bool comes_after(std::uint32_t peer, std::uint32_t slab, std::uint32_t row) const {
+        for (std::uint32_t i = 0; i < q().num_slabs; ++i) {
+            if (state_of(slabs_[i]) != SlabState::open || slabs_[i].seq < slabs_[slab].seq) continue;
+            if (slabs_[i].rows == 0 && slabs_[i].owner == peer) return true;
+            for (std::uint32_t r = i == slab ? row + 1 : 0; r < slabs_[i].given; ++r) {
+                if (state_of(rows(i)[r]) != RowState::empty && rows(i)[r].owner == peer) return true;
             }
         }
         return false;
