@@ -176,11 +176,8 @@ def update(
     loss = -(advantage * log_prob).mean() + 0.5 * F.mse_loss(value[:, :-1], target) - options.entropy * entropy
     optimizer.zero_grad()
     loss.backward()
-    for network in (
-        policy.body,
-        policy.actor,
-        policy.critic,
-    ):  # apart, or the critic's large gradients would drown the actor's
+    # Apart, or the critic's large gradients would drown the actor's; with one body they are one.
+    for network in (policy,) if policy.is_image else (policy.actor, policy.critic):
         nn.utils.clip_grad_norm_(network.parameters(), 0.5)
     optimizer.step()
 
