@@ -1,7 +1,7 @@
 """Replication, measured: predicates, the loopback data plane, acks beside data, changes of predicates.
 
     python -m tests.benchmarks.replication predicates
-    python -m tests.benchmarks.replication loopback [--receivers 1 3] [--gib 2] [--folder /dev/shm]
+    python -m tests.benchmarks.replication loopback [--receivers 1 3] [--gib 2] [--window 256] [--folder /dev/shm]
     python -m tests.benchmarks.replication latency [--messages 300] [--folder DIR]
     python -m tests.benchmarks.replication change
 
@@ -9,9 +9,10 @@ predicates: million evaluations per second of a majority over 8 and 64 sites. "a
 for each ack, incremental; "anew" works the value out of all counters. Compiled here with g++ -O3, and through Python.
 In time of the processor, so that other programs on the machine matter little.
 loopback: GB/s from one site to N site processes over TCP on this machine, from `send` to the last byte received,
-checksummed and in every site's log (in memory with /dev/shm; give a folder on a disk for the disk). Receivers and
-sender share the machine's cores: N + 1 of them are needed for a figure that means something; the table says how many
-there are.
+checksummed and in every site's log (in memory with /dev/shm; give a folder on a disk for the disk), in the steady state:
+the sender's log is bounded to --window MiB, and its files and the receivers' are used again. Receivers and sender share
+the machine's cores: N + 1 of them are needed for a figure that means something; the table says how many there are, and
+how many seconds of processor time a GB took in all of them together, which other programs on the machine disturb less.
 latency: ms from `send` of 1 KiB until a majority of three sites has it received and persisted, alone and while a stream
 of 1 MiB messages fills the data plane.
 change: us for change_predicate, and the frontier is right when it returns.
@@ -113,24 +114,35 @@ def start(folder: str, num_others: int, **settings: object) -> tuple[Cluster, No
 
 
 def loopback(options: argparse.Namespace) -> None:
-    size = 64 << 20
+    size = 32 << 20
     count = max(1, int(options.gib * (1 << 30)) // size)
     data = random.Random(0).randbytes(size)
     for receivers in options.receivers:
-        rates = []
+        rates, costs = [], []
         for _ in range(options.rounds):
             with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-                cluster, node = start(folder, receivers, truncate="MIN($ALLSITES).received")
+                window = options.window << 20
+                cluster, node = start(folder, receivers, truncate="MIN($ALLSITES).received", max_log_bytes=window)
+                pids = [os.getpid(), *(site.pid for site in cluster.processes.values())]
                 with cluster, node:
-                    for _ in range(2):
+                    for _ in range(3 * window // size):  # so that all files are there
                         seq = node.send(data)
                     node.waitfor(seq, "there", 60)
-                    begin = time.perf_counter()
+                    begin, busy = time.perf_counter(), processor_s(pids)
                     for _ in range(count):
                         seq = node.send(data)
                     node.waitfor(seq, "there", 300)
-                    rates.append(receivers * count * size / (time.perf_counter() - begin) / 1e9)
+                    gigabytes = receivers * count * size / 1e9
+                    rates.append(gigabytes / (time.perf_counter() - begin))
+                    costs.append((processor_s(pids) - busy) / gigabytes)
         report(f"to {receivers}, together ({os.cpu_count()} cores)", rates, "GB/s", max)
+        report(f"to {receivers}, processor time", costs, "s/GB", min)
+
+
+def processor_s(pids: list[int]) -> float:
+    """What processes have used of the processors, in seconds."""
+    fields = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids]
+    return sum(int(user) + int(system) for *_, user, system in (f[:13] for f in fields)) / os.sysconf("SC_CLK_TCK")
 
 
 def latency(options: argparse.Namespace) -> None:
@@ -177,6 +189,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--gib", type=float, default=2.0, help="to send in a round")
+    parser.add_argument("--window", type=int, default=256, help="MiB that the sender's log may take")
     parser.add_argument("--messages", type=int, default=300)
     parser.add_argument("--folder", help="for the logs; default: that of temporary files")
     options = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import random
 import signal
@@ -30,7 +31,7 @@ def message(seq: int, size: int) -> bytes:
 
 
 def contents(log: StreamLog, after: int = 0) -> list[tuple[int, bytes]]:
-    with Cursor(log, (after, 0)) as cursor:
+    with Cursor(log, (after, 0), lends=True) as cursor:
         return [(seq, b"".join(parts)) for seq, _, aborted, parts in iter(cursor.message, None) if not aborted]
 
 
@@ -249,6 +250,35 @@ def test_truncation_drops_whole_files_and_readers_are_told(log: StreamLog) -> No
     assert kept[0][0] <= 4
     with pytest.raises(StoreError, match="what follows message 0 is not there"):
         Cursor(log, (0, 0))
+
+
+def test_dropped_files_are_used_again_but_not_under_what_still_reads_them(tmp_path: Path) -> None:
+    log, size = open_log(tmp_path / "log"), 1 << 20  # just what fits into a file
+
+    def roll(number: int) -> mmap.mmap:
+        log.append(message(number, size), size, 0)
+        found = log._segments[-1].map
+        assert found is not None
+        return found
+
+    roll(1)
+    with Cursor(log, (0, 0), lends=True) as cursor:
+        lent = cursor.message()
+    assert lent is not None
+    second, third = roll(2), roll(3)
+    with Cursor(log, (1, 0)) as user:  # as a link does that is about to send it
+        region = user.region()
+        assert region is not None
+        assert user.map is second
+        assert log.truncate(4) == 2
+        maps = {roll(number) for number in range(4, 8)}
+        assert not maps & {second, third}
+        assert bytes(second[region[0] : region[1]])[-size:] == message(2, size)
+    assert b"".join(lent[3]) == message(1, size)
+    assert log.truncate(8) == 4
+    assert {roll(8), roll(9)} <= maps | {third}
+    assert contents(log, after=7) == [(n, message(n, size)) for n in (8, 9)]
+    log.close()
 
 
 def test_full_disk_takes_nothing_of_a_message(tmp_path: Path) -> None:

@@ -112,6 +112,7 @@ class Core:
             self._store / "streams" / origin,
             segment_bytes=self.config.segment_bytes,
             max_message_bytes=self.config.max_message_bytes,
+            spare_bytes=self.config.max_log_bytes,
         )
 
     def _sites(self, origin: str) -> Sites:

@@ -29,7 +29,7 @@ _FRAME = struct.Struct("<IB")  # length of what follows, type
 _ITEM = struct.Struct("<HHQ")  # number of the origin, number of the ack type, sequence number
 _NAMES, _ALL, _NEWS = 1, 2, 3
 _MAX_CONTROL_BYTES = 1 << 20
-_SEND_BYTES = 1 << 20  # per system call
+_SEND_BYTES = 4 << 20  # per system call
 
 _logger = logging.getLogger(__name__)
 
@@ -149,11 +149,11 @@ def _cursor(core: Core, log: StreamLog, origin: str, site: str, place: Place) ->
 
 
 def _send(sock: socket.socket, cursor: Cursor, at: int, size: int) -> int:
-    if isinstance(sock, ssl.SSLSocket):
+    if cursor.fd < 0 or isinstance(sock, ssl.SSLSocket):
         assert cursor.map is not None
         with memoryview(cursor.map) as view:
-            sock.sendall(view[at : at + size])
-        return size
+            return sock.send(view[at : at + size])
+    # What another mapping holds, or none, costs a page fault each; the kernel reads it from its cache, or the disk.
     count = os.sendfile(sock.fileno(), cursor.fd, at, size)
     if not count:
         raise StoreError("the log's file is shorter than it was")

@@ -3,6 +3,9 @@
 A segment is a file of fixed size, reserved on the disk before anything is written, so that a full disk is met where it
 can be said and never in the middle of a message. Frames (csrc/replication/frames.hpp) are received straight into the
 mapped file and sent straight out of it. After a crash, whatever does not continue the chain of checksums is cut off.
+
+A page that is written to for the first time costs several times what the copy into it does. So files that were dropped
+are used again, mapped as they are, and what was just written is sent and verified through the mapping that wrote it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _SEGMENT = struct.Struct("<8sQQI")  # magic, then the place at which the segment
 _SEGMENT_MAGIC = b"TXSEGM01"
 _BEGIN = 64  # where the frames of a segment begin
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})\.seg")
-_MAX_USED_SPARES = 4  # dropped files that are kept for use again
+_MIN_SPARES = 4  # dropped files that are kept for use again
+_MAX_MAPPED = 8  # of the newest files: what was just written is about to be sent and verified
 MIN_SEGMENT_BYTES = _BEGIN + HEADER.size + MAX_PAYLOAD
 
 _INCOMPLETE, _BLANK = 0, 1
@@ -65,7 +69,9 @@ class _Segment:
     base: Place
     tail: Place  # where its frames end
     end: int = _BEGIN  # ... in the file
-    maps: weakref.WeakSet[mmap.mmap] = field(default_factory=weakref.WeakSet)  # of readers
+    map: mmap.mmap | None = None  # the one that it was written through, while it is among the newest
+    num_users: int = 0  # cursors that read through it
+    lent: weakref.WeakSet[mmap.mmap] = field(default_factory=weakref.WeakSet)  # those that messages lie in
 
 
 @dataclass(eq=False)
@@ -85,6 +91,8 @@ class StreamLog:
         folder: For this log alone; made if missing.
         segment_bytes: Size of a file.
         max_message_bytes: Longer messages are refused.
+        spare_bytes: Files that were dropped are kept for use again as long as the log takes no more than this with
+            them, and a few in any case.
 
     Attributes:
         changed: Guards `tail` and the list of segments; notified whenever the log grows.
@@ -95,7 +103,7 @@ class StreamLog:
         OSError: As the file system says.
     """
 
-    def __init__(self, folder: Path, *, segment_bytes: int, max_message_bytes: int) -> None:
+    def __init__(self, folder: Path, *, segment_bytes: int, max_message_bytes: int, spare_bytes: int = 0) -> None:
         require_native()
         from torchext._native import replication as native
 
@@ -103,10 +111,11 @@ class StreamLog:
         self._folder = folder
         self._segment_bytes = segment_bytes
         self._max_message = max_message_bytes
+        self._max_files = spare_bytes // segment_bytes  # with the spares
         self.changed = threading.Condition()
         self.writing = threading.Lock()
         self._segments: list[_Segment] = []
-        self._spares: list[tuple[int, Path]] = []
+        self._spares: list[tuple[int, Path, mmap.mmap | None]] = []
         self._num_spares = 0
         self._writable: _Writable | None = None
         self._closed = False
@@ -270,12 +279,13 @@ class StreamLog:
 
     def _drop(self, segment: _Segment) -> None:
         """Removes a file, or keeps it for use again, as its place on the disk and in memory is costly to make."""
-        if segment.maps or len(self._spares) >= _MAX_USED_SPARES:
+        is_enough = len(self._spares) >= max(_MIN_SPARES, self._max_files - len(self._segments))
+        if is_enough or segment.num_users or segment.lent:
             segment.path.unlink()  # who reads it keeps it
             return
         path = self._spare_path()
         os.rename(segment.path, path)
-        self._spares.append((os.open(path, os.O_RDWR | os.O_CLOEXEC), path))
+        self._spares.append((os.open(path, os.O_RDWR | os.O_CLOEXEC), path, segment.map))
 
     def end_waits(self) -> None:
         """Has nobody wait for more any longer."""
@@ -288,10 +298,11 @@ class StreamLog:
         self.end_waits()
         with self.changed:
             if self._writable is not None:
-                self._writable.map.close()
                 os.close(self._writable.fd)
                 self._writable = None
-        for fd, path in self._spares:
+            for segment in self._segments:
+                segment.map = None
+        for fd, path, _ in self._spares:
             os.close(fd)
             path.unlink(missing_ok=True)
         self._spares = []
@@ -345,7 +356,7 @@ class StreamLog:
                 ) from None
             raise
         with self.changed:
-            self._spares.append((fd, path))
+            self._spares.append((fd, path, None))
 
     def _spare_path(self) -> Path:
         with self.changed:
@@ -362,14 +373,16 @@ class StreamLog:
             # between two files could not be told from damage.
             os.fdatasync(former.fd)
         with self.changed:
-            fd, spare = self._spares.pop()
+            fd, spare, mapped = self._spares.pop()
         base = self.tail
         path = self._folder / f"{base.seq:016x}-{base.offset:016x}.seg"
         os.pwrite(fd, _SEGMENT.pack(_SEGMENT_MAGIC, *base), 0)
         os.fsync(fd)
         os.rename(spare, path)
         _sync_folder(self._folder)
-        writable = _Writable(_Segment(path, base, base), fd, _mapped(fd, self._segment_bytes), _BEGIN)
+        if mapped is None:
+            mapped = _mapped(fd, self._segment_bytes)
+        writable = _Writable(_Segment(path, base, base, map=mapped), fd, mapped, _BEGIN)
         if former is not None and carry:
             begun = former.map[former.segment.end : former.filled]
             writable.map[_BEGIN : _BEGIN + len(begun)] = begun
@@ -377,8 +390,9 @@ class StreamLog:
         with self.changed:
             self._segments.append(writable.segment)
             self._writable = writable
+            for segment in self._segments[-2 * _MAX_MAPPED : -_MAX_MAPPED]:
+                segment.map = None
         if former is not None:
-            former.map.close()
             os.close(former.fd)
         return writable
 
@@ -422,6 +436,7 @@ class StreamLog:
                 *self.tail[:2],
                 _VERDICTS[verdict],
             )
+        segment.map = mapped
         self._writable = _Writable(segment, fd, mapped, segment.end)
 
 
@@ -430,20 +445,22 @@ class Cursor:
 
     Args:
         log: The log.
-        place: Where to begin: the end of a message or a frame. Its checksum is compared if it is not None.
+        place: Where to begin: the end of a message or a frame.
+        lends: Whether what is cut out of `map` may outlive the cursor, as the messages that `message` gives do.
 
     Attributes:
         log: The log.
         place: Where it is. Its checksum holds if `advance` was told so.
         map: The file that holds what comes next.
-        fd: The same, as a descriptor.
+        fd: The same, as a descriptor; -1 if the log's own mapping is read, which costs no page faults.
 
     Raises:
         StoreError: There is no such place in the log: it was dropped, is not there yet, or never was.
     """
 
-    def __init__(self, log: StreamLog, place: Place | tuple[int, int]) -> None:
+    def __init__(self, log: StreamLog, place: Place | tuple[int, int], *, lends: bool = False) -> None:
         self.log = log
+        self._lends = lends
         self.fd = -1
         self.map: mmap.mmap | None = None
         self._segment: _Segment | None = None
@@ -479,9 +496,12 @@ class Cursor:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the file. What was cut out of `map` stays valid."""
+        """Lets go of the file."""
         if self.fd >= 0:
             os.close(self.fd)
+        elif self._segment is not None:
+            with self.log.changed:
+                self._segment.num_users -= 1
         self.fd, self.map, self._segment = -1, None, None
 
     def region(self) -> tuple[int, int] | None:
@@ -510,6 +530,7 @@ class Cursor:
 
     def message(self) -> tuple[int, int, bool, list[memoryview]] | None:
         """The next whole message: sequence number, kind, whether it was given up, and its parts; None if not there."""
+        assert self._lends  # the parts outlive this cursor
         parts: list[memoryview] = []
         start = self._segment, self._at, self.place
         while True:
@@ -538,9 +559,13 @@ class Cursor:
         with self.log.changed:  # so that it is not put to another use before it is known to be read
             if segment not in self.log._segments:
                 raise StoreError(f"what follows message {segment.base.seq} was dropped from the log")
-            self.fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-            self.map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
-            segment.maps.add(self.map)
+            if segment.map is not None and not self._lends:
+                segment.num_users += 1
+                self.map = segment.map
+            else:
+                self.fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
+                self.map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
+                segment.lent.add(self.map)
         self._segment = segment
         self._at = _BEGIN
         return self.map

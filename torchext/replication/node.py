@@ -378,7 +378,7 @@ class Node:
                     return
                 if self._core.closing.is_set():
                     return
-            with Cursor(log, (after, 0)) as cursor:
+            with Cursor(log, (after, 0), lends=True) as cursor:
                 while True:
                     found = cursor.message()
                     if found is None:
