@@ -9,10 +9,11 @@ predicates: million evaluations per second of a majority over 8 and 64 sites. "a
 for each ack, incremental; "anew" works the value out of all counters. Compiled here with g++ -O3, and through Python.
 In time of the processor, so that other programs on the machine matter little.
 loopback: GB/s from one site to N site processes over TCP on this machine, from `send` to the last byte received,
-checksummed and in every site's log (in memory with /dev/shm; give a folder on a disk for the disk), in the steady state:
-the sender's log is bounded to --window MiB, and its files and the receivers' are used again. Receivers and sender share
-the machine's cores: N + 1 of them are needed for a figure that means something; the table says how many there are, and
-how many seconds of processor time a GB took in all of them together, which other programs on the machine disturb less.
+checksummed and in every site's log (in memory with /dev/shm; give a folder on a disk for the disk). It is that of the
+steady state: the sender's log is bounded to --window MiB, and its files and those of the receivers are used again.
+Receivers and sender share the machine's cores: N + 1 of them are needed for a figure that means something; the table
+says how many there are, and how much processor time a GB took in all of them together, which other programs on the
+machine disturb less.
 latency: ms from `send` of 1 KiB until a majority of three sites has it received and persisted, alone and while a stream
 of 1 MiB messages fills the data plane.
 change: us for change_predicate, and the frontier is right when it returns.

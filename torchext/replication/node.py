@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
-import socket
 import stat
 import threading
 import time
@@ -16,17 +14,14 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from pathlib import Path
 from typing import Any
 
-from torchext.replication import handshake, links, message
-from torchext.replication.config import Config, load_config, make_site, parse_address
+from torchext.replication import message
+from torchext.replication.config import Config, load_config, make_site
 from torchext.replication.core import RECEIVED, Core
 from torchext.replication.errors import DivergedError, ReplicationError, StabilityTimeoutError, StoreFullError
 from torchext.replication.log import Cursor
+from torchext.replication.mesh import Mesh
 from torchext.replication.message import Message
 from torchext.replication.predicates import ACKS, Counter, dual
-
-_MAX_STRANGERS = 32  # connections that have not yet proved who they are
-
-_logger = logging.getLogger(__name__)
 
 
 class Node:
@@ -61,40 +56,19 @@ class Node:
     def __init__(self, config: str | Path | Mapping[str, Any] | Config, *, me: str) -> None:
         self._core = Core(config if isinstance(config, Config) else load_config(config), me)
         self.me = me
-        self._incoming = links.Incoming()
-        self._strangers = threading.BoundedSemaphore(_MAX_STRANGERS)
-        self._served: set[threading.Thread] = set()  # those that come and go by themselves; guarded by _lock
-        self._giving_back: dict[str, links.Link] = {}  # by site, to which there is one at most; guarded by _lock
-        self._lock = threading.Lock()
-        self._sites_lock = threading.Lock()  # held while a site is added or removed; guards changes of _links
-        self._links: list[links.Link] = []
-        self._threads: list[threading.Thread] = []
-        site = self._config.sites[me]
+        self._sites_lock = threading.Lock()  # held while a site is added or removed
         try:
-            self._listener = _listen(site.listen or site.address)
+            self._mesh = Mesh(self._core, self.status)
         except BaseException:
             self._core.close()
             raise
-        self._start("accept", self._accept)
-        self._start("keep", self._core.keep)
-        self._start("monitors", self._core.tell_monitors)
-        self._start("watch", self._watch)
-        for other in self._core.outboxes:
-            self._link(other)
+        self._mesh.start("keep", self._core.keep)
+        self._mesh.start("monitors", self._core.tell_monitors)
+        self._mesh.open()
 
     @property
     def _config(self) -> Config:
         return self._core.config
-
-    def _link(self, site: str) -> None:
-        data = {"purpose": "data", "stream": self.me}
-        pair = [
-            links.Link(self._core, site, data, links.send_stream(self.me)),
-            links.Link(self._core, site, {"purpose": "control"}, links.send_counters),
-        ]
-        self._links = [*self._links, *pair]
-        for link in pair:
-            self._start(f"to-{site}", link.run)
 
     # Sending.
 
@@ -431,7 +405,7 @@ class Node:
         site = make_site(name, {"address": address, "zone": zone, "store": "there"})
         with self._sites_lock:
             self._core.add_site(name, site)
-            self._link(name)
+            self._mesh.link(name)
 
     def remove_site(self, name: str) -> None:
         """Forgets another site: it is no longer in any set, sent to or heard. Its log stays in this site's store.
@@ -443,13 +417,7 @@ class Node:
         self._core.check()
         with self._sites_lock:
             self._core.remove_site(name)
-            with self._lock:
-                giving_back = self._giving_back.get(name)
-            for link in (*self._links_to(name), *([giving_back] if giving_back is not None else [])):
-                link.gone = True
-                link.kick()
-            self._links = [link for link in self._links if link.site != name]
-            self._incoming.hang_up(name)
+            self._mesh.unlink(name)
 
     # The node itself.
 
@@ -471,9 +439,9 @@ class Node:
             heard = dict(core.heard)
         connections: dict[str, dict[str, Any]] = {
             link.site: {"control": "", "data": "", "sent_bytes": 0, "heard": heard.get(link.site, False)}
-            for link in self._links
+            for link in self._mesh.links
         }
-        for link in self._links:
+        for link in self._mesh.links:
             connections[link.site][link.purpose] = link.state
             connections[link.site]["sent_bytes"] += link.sent_bytes
         return {
@@ -535,19 +503,7 @@ class Node:
     def close(self) -> None:
         """Hangs up, ends all threads and waits, closes the log; what was sent goes on once the site is back."""
         self._core.stop()
-        _shut(self._listener)
-        while True:
-            self._incoming.hang_up()
-            with self._lock:  # also while asking: one of them may just be starting another
-                running = [t for t in (*self._threads, *self._served) if t is not threading.current_thread()]
-                alive = [t for t in running if t.is_alive()]
-                going = [*self._links, *self._giving_back.values()]
-            if not alive:
-                break
-            for link in going:
-                link.kick()
-            alive[0].join(0.1)
-        self._listener.close()
+        self._mesh.close()
         self._core.close()
 
     def __enter__(self) -> Node:
@@ -555,127 +511,3 @@ class Node:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # Threads.
-
-    def _start(self, name: str, loop: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                loop()
-            except BaseException as error:
-                _logger.error("site %s stops: %s", self.me, error)
-                self._core.fail(error)
-
-        thread = threading.Thread(target=run, name=f"replication-{self.me}-{name}", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _accept(self) -> None:
-        while not self._core.closing.is_set():
-            try:
-                sock, peer = self._listener.accept()
-            except OSError:
-                if self._core.closing.is_set():
-                    return
-                self._core.closing.wait(0.1)  # such as too many open files
-                continue
-            if not self._strangers.acquire(blocking=False):
-                sock.close()
-                continue
-            thread = threading.Thread(
-                target=self._serve, args=(sock, peer), name=f"replication-{self.me}-from", daemon=True
-            )
-            with self._lock:
-                self._served.add(thread)
-            thread.start()
-
-    def _serve(self, sock: socket.socket, peer: object) -> None:
-        core = self._core
-        known = False
-        try:
-            sock, hello = handshake.accept(self._config, self.me, sock)
-            self._strangers.release()
-            known = True
-            site, purpose, stream = (str(hello.get(key)) for key in ("site", "purpose", "stream"))
-            if purpose == "status":
-                handshake.send_json(sock, self.status())
-            elif purpose in ("data", "control") and site != self.me:
-                with self._incoming.only((purpose, site, stream), sock):
-                    if purpose == "data":
-                        links.receive_stream(core, sock, site, stream)
-                    else:
-                        links.receive_counters(core, sock, site, self._links_to, self._give_back)
-            else:
-                handshake.refuse(sock, f"{self.me} does not serve {purpose!r} to {site}")
-        except (OSError, ReplicationError) as error:
-            if not core.closing.is_set():
-                _logger.debug("site %s: connection from %s: %s", self.me, peer, error)
-        except BaseException as error:
-            if known:  # nothing that a stranger says stops the node
-                core.fail(error)
-            raise
-        finally:
-            if not known:
-                self._strangers.release()
-            sock.close()
-            with self._lock:
-                self._served.discard(threading.current_thread())
-
-    def _give_back(self, site: str) -> None:
-        """Sends a site its own messages that it has lost, unless that is going on."""
-        link = links.Link(self._core, site, {"purpose": "data", "stream": site}, links.send_back)
-
-        def run() -> None:
-            try:
-                link.once()
-            except (OSError, ReplicationError) as error:
-                _logger.warning("could not give %s its messages back: %s", site, error)
-            except BaseException as error:
-                self._core.fail(error)
-                raise
-            finally:
-                with self._lock:
-                    del self._giving_back[site]
-                    self._served.discard(threading.current_thread())
-
-        with self._lock:
-            if site in self._giving_back:
-                return
-            thread = threading.Thread(target=run, name=f"replication-{self.me}-give-back-{site}", daemon=True)
-            thread.start()
-            self._giving_back[site] = link
-            self._served.add(thread)
-
-    def _links_to(self, site: str) -> list[links.Link]:
-        return [link for link in self._links if link.site == site]
-
-    def _watch(self) -> None:
-        """Makes data connections anew that swallow what is sent and do not deliver it."""
-        dead_after_s = self._config.dead_after_s
-        progress: dict[links.Link, tuple[tuple[int, int], float]] = {}
-        while not self._core.closing.wait(dead_after_s / 4):
-            now = time.monotonic()
-            for link in self._links:
-                if link.purpose != "data":
-                    continue
-                with self._core.lock:
-                    held = self._core.frontiers[self.me].counter(Counter(link.site, RECEIVED))
-                seen = link.sent_bytes, held
-                before, since = progress.get(link, (None, now))
-                if seen != before or held >= self.last(self.me) or link.state != "connected":
-                    progress[link] = seen, now
-                elif now - since > dead_after_s:
-                    _logger.warning("site %s: %s takes data but acknowledges none; connecting anew", self.me, link.site)
-                    link.kick()
-                    progress[link] = seen, now
-
-
-def _listen(address: str) -> socket.socket:
-    host, port = parse_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=64)
-
-
-def _shut(listener: socket.socket) -> None:
-    with contextlib.suppress(OSError):  # not on every system; there, accept ends with the next connection
-        listener.shutdown(socket.SHUT_RDWR)
