@@ -97,12 +97,12 @@ class Cluster:
 
 
 class Site:
-    """One site's process; calls are answered in order."""
+    """One site's process, where ``at`` puts it; calls are answered in order."""
 
-    def __init__(self, name: str, config: dict[str, Any]) -> None:
+    def __init__(self, name: str, config: dict[str, Any], at: Sequence[str] = ()) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
+            [*at, sys.executable, "-c", _PROGRAM],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -271,10 +271,32 @@ class _Commands:
 
     def send(self, count: int, size: int, timeout: float | None = None) -> int:
         seq = 0
+        me = self.node.me
         for _ in range(count):
-            me = self.node.me
-            seq = self.node.send(content(me, self.node.last(me) + 1, size), timeout=timeout)
+            tail = self.node._core.logs[me].tail
+            due = tail.seq + 1 + (tail.offset > 0)  # a message that a former life was killed in keeps its number
+            seq = self.node.send(content(me, due, size), timeout=timeout)
+            if seq != due:
+                raise AssertionError(f"message {due} got the number {seq}")
         return seq
+
+    def latencies(self, count: int, size: int, name: str) -> list[float]:
+        """Milliseconds from `send` to stable, one message after the other."""
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            self.node.waitfor(self.node.send(bytes(size)), name, DEADLINE_S)
+            times.append(1e3 * (time.perf_counter() - begin))
+        return times
+
+    def throughput(self, count: int, size: int, name: str) -> float:
+        """Bytes per second, until the last of so many messages is stable."""
+        data = random.Random(0).randbytes(size)
+        begin = time.perf_counter()
+        for _ in range(count):
+            seq = self.node.send(data)
+        self.node.waitfor(seq, name, 300)
+        return count * size / (time.perf_counter() - begin)
 
     def send_file(self, path: str) -> int:
         seq: int = self.node.send(Path(path))

@@ -148,6 +148,23 @@ def test_timeout_says_who_is_missing_and_how_far_behind(tmp_path: Path) -> None:
         pair.close()
 
 
+@pytest.mark.parametrize("predicate", ["MIN($ALLSITES).persisted", "MAX(paris).verified", "MIN(tokyo).received"])
+def test_what_one_site_was_told_another_reads_at_once(pair: Pair, predicate: str) -> None:
+    for node in (pair.paris, pair.tokyo):
+        node.register_predicate("safe", predicate)
+    for _ in range(30):
+        seq = pair.tokyo.send(b"x")
+        pair.tokyo.waitfor(seq, "safe", 30)
+        assert pair.paris.read_frontier("safe", 30, origin="tokyo", quorum_only=True) == seq
+        assert pair.paris.read_frontier("safe", 30, origin="tokyo") == seq
+    pair.tokyo.close()
+    pair.tokyo = Node(pair.config, me="tokyo")  # answers questions of now, and none that it was asked before
+    pair.tokyo.register_predicate("safe", predicate)
+    seq = pair.tokyo.send(b"x")
+    pair.tokyo.waitfor(seq, "safe", 30)
+    assert pair.paris.read_frontier("safe", 30, origin="tokyo") == seq
+
+
 def test_waits_can_be_awaited_and_end_with_the_node(pair: Pair) -> None:
     pair.paris.register_predicate("safe", "MIN($ALLSITES).persisted")
 

@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import logging
 import os
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torchext.replication.config import Config, Site
 from torchext.replication.errors import ClosedError, ConfigError, ReplicationError, StoreError
@@ -20,18 +21,32 @@ from torchext.replication.predicates import ACKS, Counter, Predicate, Sites, com
 
 RECEIVED, PERSISTED, VERIFIED = ACKS
 TRUNCATED = "truncated"  # not an ack: up to where an origin lets the others forget
+HERE = "(here)"  # name of the predicate that holds for what lies on this site's disk
 _TRUNCATE = "(truncate)"  # name of the predicate behind which logs are truncated
 
 _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
+class Marks(NamedTuple):
+    """What makes sure that counters are of now: a question is answered after all counters from before it.
+
+    Attributes:
+        question: The last one of this site.
+        answer: The last question of the other site.
+    """
+
+    question: int
+    answer: int
+
+
 class Outbox:
-    """Counters of this site that one other site is yet to be told; later values replace earlier ones."""
+    """What one other site is yet to be told: counters, of which later values replace earlier ones, and marks."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._counters: dict[tuple[str, str], int] = {}
+        self._marks = Marks(0, 0)
         self._closed = False
 
     def post(self, origin: str, ack: str, seq: int) -> None:
@@ -40,12 +55,24 @@ class Outbox:
             self._counters[origin, ack] = seq
             self._changed.notify()
 
-    def take(self, timeout_s: float) -> dict[tuple[str, str], int]:
-        """Takes all there is; waits for it, up to the timeout."""
+    def ask(self, question: int) -> None:
+        """Has the other site asked."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._counters) or self._closed, timeout_s)
+            self._marks = self._marks._replace(question=question)
+            self._changed.notify()
+
+    def answer(self, question: int) -> None:
+        """Has the other site's question answered."""
+        with self._changed:
+            self._marks = self._marks._replace(answer=question)
+            self._changed.notify()
+
+    def take(self, timeout_s: float, told: Marks) -> tuple[dict[tuple[str, str], int], Marks]:
+        """Takes all counters, to be told before the marks; waits, up to the timeout, for some or for other marks."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._counters) or self._marks != told or self._closed, timeout_s)
             counters, self._counters = self._counters, {}
-            return counters
+            return counters, self._marks
 
     def close(self) -> None:
         """Ends the waits."""
@@ -73,7 +100,9 @@ class Core:
         self.closing = threading.Event()
         self.work = threading.Event()  # for `keep`: something is to be brought to the disk or dropped from it
         self.outboxes: dict[str, Outbox] = {site: Outbox() for site in config.sites if site != me}
-        self.heard: dict[str, bool] = dict.fromkeys(self.outboxes, False)  # whose counters are known, as of now
+        self.heard: dict[str, bool] = dict.fromkeys(self.outboxes, False)  # who is connected and tells its counters
+        self._answered: dict[str, int] = {}  # by site: the last question of this one that it answered
+        self._question = secrets.randbits(30) << 32  # so that nobody answers one of a former life
         self.trouble: dict[str, str] = {}  # what keeps this site from going on, by what it concerns; for `status`
         self.fault: BaseException | None = None
         self._acks = [*ACKS, *config.acks]
@@ -92,7 +121,7 @@ class Core:
             for origin in config.sites:
                 self.logs[origin] = self._open_log(origin)
             self.frontiers = {origin: Frontiers(self._sites(origin)) for origin in config.sites}
-            self._texts: dict[str, str] = {}
+            self._texts = {HERE: f'MIN("{me}").persisted'}
             for name, text in config.predicates.items():
                 self.register(name, text)
             if config.truncate:
@@ -263,15 +292,42 @@ class Core:
                 self.heard[site] = known
                 self._moved.notify_all()
 
-    def wait_heard(self, enough: Callable[[set[str]], bool], timeout_s: float) -> set[str]:
-        """Waits until the counters of enough sites are known, this one's among them; returns the sites."""
+    def ask(self) -> int:
+        """Asks all sites for their counters as of now; see `wait_answered`."""
+        with self.lock:
+            self._question += 1
+            for outbox in self.outboxes.values():
+                outbox.ask(self._question)
+            return self._question
 
-        def heard() -> set[str]:
-            return {self.me, *(site for site, known in self.heard.items() if known)}
+    def set_answered(self, site: str, question: int) -> None:
+        """Takes note that all counters that a site had when it was asked are known."""
+        with self.lock:
+            self._answered[site] = question
+            self._moved.notify_all()
+
+    def wait_answered(
+        self, question: int, enough: Callable[[set[str]], bool], timeout_s: float, *, all_connected: bool
+    ) -> set[str]:
+        """Waits until enough sites have answered, or also all that are connected.
+
+        Returns:
+            Who has answered, this site among them.
+        """
+        life = question >> 32
+
+        def answered() -> set[str]:
+            others = {s for s, q in self._answered.items() if q >= question and q >> 32 == life and s in self.heard}
+            return {self.me, *others}
+
+        def is_enough() -> bool:
+            found = answered()
+            connected = {site for site, known in self.heard.items() if known}
+            return enough(found) and (not all_connected or connected <= found)
 
         with self.lock:
-            self._moved.wait_for(lambda: self.closing.is_set() or enough(heard()), timeout_s)
-            return heard()
+            self._moved.wait_for(lambda: self.closing.is_set() or is_enough(), timeout_s)
+            return answered()
 
     def _tell(self, origin: str, names: list[str]) -> None:
         for name in names:

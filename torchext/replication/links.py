@@ -20,14 +20,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchext.replication import handshake
-from torchext.replication.core import RECEIVED, Core
+from torchext.replication.core import RECEIVED, Core, Marks
 from torchext.replication.errors import ReplicationError, StoreError, StoreFullError
 from torchext.replication.log import Cursor, FrameError, Place, StreamLog
 from torchext.replication.predicates import Counter
 
 _FRAME = struct.Struct("<IB")  # length of what follows, type
 _ITEM = struct.Struct("<HHQ")  # number of the origin, number of the ack type, sequence number
-_NAMES, _ALL, _NEWS = 1, 2, 3
+_NAMES, _ALL, _NEWS, _MARKS = 1, 2, 3, 4
+_MARK = struct.Struct("<QQ")  # question, answer
 _MAX_CONTROL_BYTES = 1 << 20
 _SEND_BYTES = 4 << 20  # per system call
 
@@ -181,12 +182,17 @@ def send_counters(link: Link, reply: dict[str, Any]) -> None:
     outbox = core.outboxes.get(link.site)
     if outbox is None or link.gone:  # in this order: what is there now may be for the links that come after this one
         return
-    outbox.take(0)
+    told = Marks(0, 0)
+    outbox.take(0, told)
     sock.sendall(frame(_ALL, core.own()))
     while not link.has_ended():
-        news = outbox.take(core.config.dead_after_s / 4)
+        news, marks = outbox.take(core.config.dead_after_s / 4, told)
         _raise_if_gone(sock)
-        sock.sendall(frame(_NEWS, news))
+        data = frame(_NEWS, news)
+        if marks != told:
+            told = marks
+            data += _FRAME.pack(_MARK.size, _MARKS) + _MARK.pack(*marks)
+        sock.sendall(data)
 
 
 class Incoming:
@@ -300,6 +306,12 @@ def receive_counters(
                 core.hear(site, _counters(data, names), all_of_them=kind == _ALL)
                 if kind == _ALL and _lacks_its_own(core, site):
                     give_back(site)
+            elif kind == _MARKS and length == _MARK.size:
+                question, answer = _MARK.unpack(data)
+                outbox = core.outboxes.get(site)
+                if outbox is not None:
+                    outbox.answer(question)
+                core.set_answered(site, answer)
             else:
                 raise FrameError(f"a control frame of type {kind}")
     except TimeoutError:

@@ -421,6 +421,10 @@ class Node:
 
     # The node itself.
 
+    def sites(self) -> list[str]:
+        """All sites, this one among them."""
+        return list(self._config.sites)
+
     def status(self) -> dict[str, Any]:
         """Counters, frontiers and connections, as plain values for JSON."""
         core = self._core
@@ -454,21 +458,24 @@ class Node:
             "log_bytes": {origin: log.size_bytes for origin, log in core.logs.items()},
         }
 
-    def read_frontier(self, predicate: str, timeout: float, *, origin: str | None = None) -> int:
-        """A number that no message lies beyond that was ever stable under the predicate, wherever that was said.
+    def read_frontier(
+        self, predicate: str, timeout: float, *, origin: str | None = None, quorum_only: bool = False
+    ) -> int:
+        """A number beyond which no message was stable under the predicate before the call, wherever that was said.
 
-        `get_stability_frontier` gives what this site knows to be stable, which may be less than what others were told
-        while this one was away. Here, it waits until it hears from sites that satisfy the `dual` of the predicate, and
-        takes those that it does not hear from to have done everything. A quorum for the dual has a site in common with
-        any that made the predicate hold, so what was stable is found.
+        `get_stability_frontier` gives what this site knows to be stable, which may be less than what others were told.
+        Here, it asks the sites for their counters, waits until those have answered that satisfy the `dual` of the
+        predicate, and takes the others to have done everything. A quorum for the dual has a site in common with any
+        that made the predicate hold, so what was stable is found.
 
         Args:
             predicate: Its name.
             timeout: In seconds.
             origin: Whose messages; None means this site's own.
+            quorum_only: Do not wait for other sites that are connected, too: sooner, but the number may be higher.
 
         Raises:
-            StabilityTimeoutError: Too few were heard from in time; names the others.
+            StabilityTimeoutError: Too few answered in time; names the others.
         """
         self._core.check()
         origin = self.me if origin is None else origin
@@ -477,10 +484,10 @@ class Node:
             frontiers = core.frontiers_of(origin, predicate)
             written = frontiers.predicate(predicate)
         wanted = core.compile(dual(written.text), origin)
-        heard = core.wait_heard(wanted.satisfied_by, timeout)
+        answered = core.wait_answered(core.ask(), wanted.satisfied_by, timeout, all_connected=not quorum_only)
         self._core.check()
-        if not wanted.satisfied_by(heard):
-            absent = [site for site in self._config.sites if site not in heard]
+        if not wanted.satisfied_by(answered):
+            absent = [site for site in self._config.sites if site not in answered]
             raise StabilityTimeoutError(
                 f"what was stable under {predicate!r} = {written.text} can be told once {wanted.text} is heard from; "
                 f"{self.me} has not heard from {', '.join(absent)} within {timeout:g} s",
@@ -488,7 +495,7 @@ class Node:
             )
         with core.lock:
             everything = max(frontiers.counter(Counter(site, RECEIVED)) for site in self._config.sites)
-            bound = written.value(lambda c: frontiers.counter(c) if c.site in heard else everything)
+            bound = written.value(lambda c: frontiers.counter(c) if c.site in answered else everything)
             return max(bound, frontiers.frontier(predicate))
 
     def check(self) -> None:
