@@ -340,6 +340,10 @@ class _Commands:
             expected += 1
         return int(expected - 1)
 
+    def held_since(self, origin: str, after: int) -> int:
+        """Reads what follows a message, and returns the last one's number."""
+        return max((message.seq for message in self.node.receive(origin, after=after, timeout=0)), default=0)
+
     def last(self, origin: str) -> int:
         last: int = self.node.last(origin)
         return last

@@ -227,6 +227,37 @@ def test_sites_come_and_go_while_the_others_run(tmp_path: Path) -> None:
         assert cluster["tokyo"].call("held", "paris") == seq
 
 
+def test_memory_and_files_do_not_grow_with_what_passes(tmp_path: Path) -> None:
+    with Cluster(tmp_path, ["paris", "tokyo"]) as cluster:
+        for site in cluster.start_all():
+            site.answer()
+        paris = cluster["paris"]
+        paris.call("register", "all", EVERYWHERE)
+
+        def use(rounds: int) -> None:
+            for number in range(rounds):
+                seq = paris.call("send", 60, 20_000)
+                paris.call("change", "all", EVERYWHERE if number % 2 else "MIN($ALLSITES).verified")
+                paris.call("waitfor", seq, "all", 60)
+                assert cluster["tokyo"].call("held_since", "paris", seq - 10) == seq
+                paris.call("truncate", seq)
+
+        def sizes() -> list[tuple[int, int]]:
+            found = []
+            for name in cluster.names:
+                status = Path(f"/proc/{cluster[name].pid}/status").read_text()
+                anonymous_kib = int(status.split("RssAnon:")[1].split()[0])
+                found.append((anonymous_kib, len(list(Path(f"/proc/{cluster[name].pid}/fd").iterdir()))))
+            return found
+
+        use(20)
+        before = sizes()
+        use(150)  # 180 MB
+        for (kib, num_fds), (kib_before, num_fds_before) in zip(sizes(), before, strict=True):
+            assert kib - kib_before < 8 << 10
+            assert num_fds - num_fds_before < 20  # that of a connection made anew, of a file more
+
+
 def wait_until(condition: Any, deadline_s: float = 30.0) -> bool:
     deadline = time.monotonic() + deadline_s
     while not condition():

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from torchext.replication.archive import is_url
 from torchext.replication.errors import ConfigError
 from torchext.replication.log import MIN_SEGMENT_BYTES
 from torchext.replication.predicates import ACKS
@@ -28,15 +29,23 @@ class Site:
 
     Attributes:
         address: Where the others reach it, ``host:port``.
-        store: Folder of its logs, on its own machine.
+        store: Folder of its logs, on its own machine; or a URL of fsspec, such as ``s3://bucket/folder``: then messages
+            count as persisted once they are there.
         zone: For ``$ZONE_...``; empty if it has none.
         listen: Where it listens, if that is not its address (as behind a proxy or with ``0.0.0.0``).
+        cache: With a URL as store: folder on its own machine, for the part of the logs that is in use.
     """
 
     address: str
     store: str
     zone: str = ""
     listen: str = ""
+    cache: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Where its logs are on its own machine."""
+        return Path(self.cache or self.store)
 
 
 @dataclass(frozen=True)
@@ -145,7 +154,7 @@ def make_site(name: str, table: Any, folder: Path = _HERE) -> Site:
     texts = _texts(where, table)
     for key in texts:
         if key not in {f.name for f in fields(Site)}:
-            raise ConfigError(f"{where}: unknown key {key!r}; expected address, store, zone or listen")
+            raise ConfigError(f"{where}: unknown key {key!r}; expected address, store, zone, listen or cache")
     for key in ("address", "store"):
         if not texts.get(key):
             raise ConfigError(f"{where}: {key} is missing")
@@ -155,7 +164,13 @@ def make_site(name: str, table: Any, folder: Path = _HERE) -> Site:
                 parse_address(texts[key])
             except ConfigError as error:
                 raise ConfigError(f"{where}: {key}: {error}") from None
-    return Site(**{**texts, "store": str(folder / texts["store"])})
+    if is_url(texts["store"]) != bool(texts.get("cache")):
+        raise ConfigError(
+            f"{where}: a store that is a URL, and no other, goes with cache, a folder on the site's machine; got "
+            f"store = {texts['store']!r}, cache = {texts.get('cache', '')!r}"
+        )
+    folders = {key: str(folder / texts[key]) for key in ("store", "cache") if texts.get(key) and not is_url(texts[key])}
+    return Site(**{**texts, **folders})
 
 
 def _config(content: Mapping[str, Any], folder: Path) -> Config:

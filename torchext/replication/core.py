@@ -13,10 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+from torchext.replication.archive import Archive, is_url
 from torchext.replication.config import Config, Site
 from torchext.replication.errors import ClosedError, ConfigError, ReplicationError, StoreError
 from torchext.replication.frontiers import Frontiers
-from torchext.replication.log import StreamLog
+from torchext.replication.log import Place, StreamLog
 from torchext.replication.predicates import ACKS, Counter, Predicate, Sites, compile_predicate
 
 RECEIVED, PERSISTED, VERIFIED = ACKS
@@ -113,10 +114,11 @@ class Core:
         self._queue: dict[tuple[str, str], None] = {}  # frontiers that moved and whose monitors are to be told
         self._monitors: dict[tuple[str, str], list[Callable[[int], None]]] = {}
         self._retired: dict[str, StreamLog] = {}  # of sites that were removed
-        store = self._store = Path(config.sites[me].store)
+        store = config.sites[me].folder
         store.mkdir(parents=True, exist_ok=True)
         self._store_lock = _locked(store / "lock")
         self.logs: dict[str, StreamLog] = {}
+        self._archives: dict[str, Archive] = {}  # by origin; empty if this site's store is a folder here
         try:
             for origin in config.sites:
                 self.logs[origin] = self._open_log(origin)
@@ -130,19 +132,35 @@ class Core:
             self._close_files()
             raise
         # The logs were read and checked just now, and are brought to the disk before anything is claimed of them.
-        self._durable = {origin: log.sync() for origin, log in self.logs.items()}
+        self._durable = {origin: self._sync(origin, log) for origin, log in self.logs.items()}
         for origin, place in self._durable.items():
-            for ack in ACKS:
+            for ack in (PERSISTED, VERIFIED):
                 self.raise_own(origin, ack, place.seq)
+            self.raise_own(origin, RECEIVED, self.logs[origin].tail.seq)
         self.work.set()
 
     def _open_log(self, origin: str) -> StreamLog:
-        return StreamLog(
-            self._store / "streams" / origin,
+        site = self.config.sites[self.me]
+        log = StreamLog(
+            site.folder / "streams" / origin,
             segment_bytes=self.config.segment_bytes,
             max_message_bytes=self.config.max_message_bytes,
             spare_bytes=self.config.max_log_bytes,
         )
+        if is_url(site.store):
+            try:
+                archive = self._archives[origin] = Archive(f"{site.store.rstrip('/')}/streams/{origin}")
+                archive.restore(log)
+            except BaseException:
+                log.close()
+                raise
+        return log
+
+    def _sync(self, origin: str, log: StreamLog) -> Place:
+        """Brings a log to the disk; returns up to where it is persisted."""
+        place = log.sync()
+        archive = self._archives.get(origin)
+        return place if archive is None else archive.end or log.first
 
     def _sites(self, origin: str) -> Sites:
         return Sites({name: site.zone for name, site in self.config.sites.items()}, origin, tuple(self._acks))
@@ -199,7 +217,7 @@ class Core:
             log = self._retired.pop(name, None)
             if log is None:
                 log = self._open_log(name)
-                self._durable = {**self._durable, name: log.sync()}
+                self._durable = {**self._durable, name: self._sync(name, log)}
             self.config = replace(self.config, sites={**self.config.sites, name: site})
             self._readers[name] = []
             self.frontiers = {**self.frontiers, name: Frontiers(self._sites(name))}
@@ -401,9 +419,16 @@ class Core:
                 self._keep(origin, log)
 
     def _keep(self, origin: str, log: StreamLog) -> None:
-        durable = self._durable[origin]
+        durable, archive = self._durable[origin], self._archives.get(origin)
         if log.tail.seq > self._own.get((origin, PERSISTED), 0):
             place = log.sync()
+            if archive is not None:
+                try:
+                    archive.put(log, place)
+                except OSError as error:
+                    self.trouble[f"store of {origin}"] = f"{self.config.sites[self.me].store}: {error}"
+                    return  # and tried again soon
+                self.trouble.pop(f"store of {origin}", None)
             self.raise_own(origin, PERSISTED, place.seq)
             if not log.verify(max(durable, log.first), place):
                 raise StoreError(f"messages {durable.seq + 1} to {place.seq} of {origin} differ from what was written")
@@ -411,6 +436,12 @@ class Core:
             self._durable[origin] = place
         with self.lock:
             floor = min([self._floors.get(origin, 0), *(place[0] for place in self._readers[origin])])
+        if archive is not None:
+            floor = min(floor, self._durable[origin].seq)
+            try:
+                archive.truncate(floor + 1)
+            except OSError as error:
+                self.trouble[f"store of {origin}"] = f"{self.config.sites[self.me].store}: {error}"
         if floor:
             log.truncate(floor + 1)
 

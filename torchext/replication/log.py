@@ -256,13 +256,16 @@ class StreamLog:
                 region = cursor.region()
                 if region is None or cursor.map is None:
                     return False
-                _, at, *place = self._native.scan_frames(
-                    cursor.map, region[0], region[1], *cursor.place, self._max_message
-                )
+                at, place = self.follow(cursor.map, *region, cursor.place)
                 if at != region[1]:
                     return False
-                cursor.advance(at, Place(*place))
+                cursor.advance(at, place)
         return True
+
+    def follow(self, data: Buffer, begin: int, end: int, place: Place) -> tuple[int, Place]:
+        """Goes over frames as far as they are whole and right; returns where that is, in the bytes and the stream."""
+        _, at, *reached = self._native.scan_frames(data, begin, end, *place, self._max_message)
+        return at, Place(*reached)
 
     def truncate(self, before: int) -> int:
         """Drops files that hold only messages before this one; returns how many."""
@@ -379,7 +382,7 @@ class StreamLog:
         os.pwrite(fd, _SEGMENT.pack(_SEGMENT_MAGIC, *base), 0)
         os.fsync(fd)
         os.rename(spare, path)
-        _sync_folder(self._folder)
+        sync_folder(self._folder)
         if mapped is None:
             mapped = _mapped(fd, self._segment_bytes)
         writable = _Writable(_Segment(path, base, base, map=mapped), fd, mapped, _BEGIN)
@@ -595,7 +598,8 @@ def _read_all(fd: int, view: memoryview, offset: int) -> int:
     return done
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Brings the names in a folder to the disk."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
