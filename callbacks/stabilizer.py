@@ -49,6 +49,8 @@ class StabilizerReplication(Checkpoint):
             it is not, ``"warn"`` or ``"raise"``.
         max_lag: In optimizer steps; None means twice ``every_n_steps``.
         keep: How many stable checkpoints all sites keep; older messages of this site are dropped. None keeps all.
+        max_deltas: How many checkpoints in a row may be sent as what changed since the one before. For every step of a
+            model of which little is trained, or whose gradients are sparse; 0 sends each whole.
         timeout: In seconds: how long ``"wait"`` waits, the end of the training for the last checkpoint, and each
             checkpoint for room in this site's log.
 
@@ -65,6 +67,7 @@ class StabilizerReplication(Checkpoint):
         on_unstable: Literal["wait", "warn", "raise"] = "warn",
         max_lag: int | None = None,
         keep: int | None = 2,
+        max_deltas: int = 0,
         timeout: float = 600.0,
     ) -> None:
         super().__init__()
@@ -76,14 +79,18 @@ class StabilizerReplication(Checkpoint):
             raise ReplicationError(f"max_lag: expected at least every_n_steps = {every_n_steps}, got {max_lag!r}")
         if keep is not None and keep < 1:
             raise ReplicationError(f"keep: expected at least 1, or None, got {keep!r}")
+        if max_deltas < 0:
+            raise ReplicationError(f"max_deltas: expected at least 0, got {max_deltas!r}")
         self.node = node
         self.predicate = predicate
         self.every_n_steps = every_n_steps
         self.on_unstable = on_unstable
         self.max_lag = 2 * every_n_steps if max_lag is None else max_lag
         self.keep = keep
+        self.max_deltas = max_deltas
         self.timeout = timeout
         self.sent: list[Sent] = []  # oldest first; guarded by _lock
+        self._since: Sent | None = None  # what the next one may be told by; used by the sender alone
         self._lock = threading.Lock()
         self._last_step = -1  # of which a checkpoint was taken
         self._first_step = 0
@@ -176,10 +183,12 @@ class StabilizerReplication(Checkpoint):
             self._pending.append(self._sender.submit(self._send, self.node, path, step))
 
     def _send(self, node: Node, path: Path, step: int) -> None:
+        since = self._since if self._since is not None and self._since.num_deltas < self.max_deltas else None
         try:
-            sent = send_checkpoint(node, path, step, timeout=self.timeout)
+            sent = send_checkpoint(node, path, step, since=since, timeout=self.timeout)
         finally:
             _remove(path)
+        self._since = sent if self.max_deltas else None
         with self._lock:
             self.sent.append(sent)
         self._forget()

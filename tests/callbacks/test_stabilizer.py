@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,51 @@ def test_training_goes_on_at_another_site_bit_by_bit(pair: Pair, tmp_path: Path)
     assert other.global_step == 10
     for name, value in straight.state_dict().items():
         assert torch.equal(value, second.state_dict()[name])
+
+
+class MostlyFrozen(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(500, 500)
+        self.frozen.requires_grad_(False)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.layer.parameters(), lr=0.01)
+
+
+def test_each_step_is_sent_as_what_changed_and_comes_back_whole(pair: Pair, tmp_path: Path) -> None:
+    replication = StabilizerReplication(pair.paris, every_n_steps=1, on_unstable="wait", keep=2, max_deltas=4)
+    fit(MostlyFrozen(), trainer(tmp_path, 7, replication))
+    assert [sent.num_deltas for sent in replication.sent[-2:]] == [0, 1]  # 0 1 2 3 4, 0 1
+    # Steps 6 and 7 are kept, and step 6 is whole.
+    assert pair.paris.first("paris") <= replication.sent[0].first
+    sizes = [m.size_bytes for m in pair.paris.receive("paris", after=replication.sent[0].first - 1, timeout=0)]
+    assert sizes[0] > 1_000_000  # a million bytes do not train
+    assert sizes[2] < 100_000
+    second = MostlyFrozen()
+    run = trainer(tmp_path, 12, StabilizerReplication(pair.tokyo, every_n_steps=100))
+    fit(second, run, ckpt_path=FROM_PARIS, weights_only=False)
+    straight = MostlyFrozen()
+    fit(straight, trainer(tmp_path, 12, StabilizerReplication(None)))
+    for name, value in straight.state_dict().items():
+        assert torch.equal(value, second.state_dict()[name])
+
+
+def test_checkpoint_is_not_taken_without_the_one_that_it_is_told_by(pair: Pair, tmp_path: Path) -> None:
+    data = random.Random(0).randbytes(1_000_000)
+    (tmp_path / "file").write_bytes(data)
+    whole = send_checkpoint(pair.paris, tmp_path / "file", 1)
+    (tmp_path / "file").write_bytes(b"inserted" + data[:500_000] + data[300_000:])
+    told = send_checkpoint(pair.paris, tmp_path / "file", 2, since=whole)
+    assert (told.first, told.num_deltas) == (whole.first, 1)
+    pair.paris.waitfor(told.seq, "safe", 30)
+    assert fetch_checkpoint(pair.tokyo, FROM_PARIS, tmp_path / "copy") == 2
+    assert (tmp_path / "copy").read_bytes() == (tmp_path / "file").read_bytes()
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["copy", "file"]
+    # One whose base is not among what came is passed over:
+    broken = send_checkpoint(pair.paris, tmp_path / "file", 4, since=replace(whole, seq=10**6))
+    pair.paris.waitfor(broken.seq, "safe", 30)
+    assert fetch_checkpoint(pair.tokyo, FROM_PARIS, tmp_path / "copy") == 2
 
 
 def resume_on_two_ranks(rank: Rank, folder: Path, port: int) -> list[torch.Tensor]:
@@ -263,6 +310,7 @@ def test_nothing_stable_and_wrong_addresses_are_explained(pair: Pair, tmp_path: 
         ({"on_unstable": "panic"}, 'on_unstable: expected "wait", "warn" or "raise"'),
         ({"max_lag": 3, "every_n_steps": 5}, "max_lag: expected at least every_n_steps = 5, got 3"),
         ({"keep": 0}, "keep: expected at least 1, or None, got 0"),
+        ({"max_deltas": -1}, "max_deltas: expected at least 0, got -1"),
     ],
 )
 def test_wrong_arguments_are_refused(options: dict[str, Any], words: str) -> None:

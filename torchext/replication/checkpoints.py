@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from torchext.replication import deltas
+from torchext.replication.deltas import Blocks
 from torchext.replication.errors import ReplicationError, StabilityTimeoutError
 from torchext.replication.message import BYTES, Message
 from torchext.replication.node import Node
@@ -25,22 +27,34 @@ class Sent:
 
     Attributes:
         step: Of the training.
-        first: Number of its first message.
+        first: Number of the first message that it needs: its own, or of the checkpoint that it is told by.
         seq: Number of its last one: with it, it is whole.
+        num_deltas: How many checkpoints have to be put together for it, besides a whole one.
+        blocks: Of its files, by name, for the next one to be told by.
     """
 
     step: int
     first: int
     seq: int
+    num_deltas: int = 0
+    blocks: Mapping[str, Blocks] = field(default_factory=dict, repr=False, compare=False)
 
 
-def send_checkpoint(node: Node, path: str | os.PathLike[str], step: int, *, timeout: float | None = None) -> Sent:
+def send_checkpoint(
+    node: Node,
+    path: str | os.PathLike[str],
+    step: int,
+    *,
+    since: Sent | None = None,
+    timeout: float | None = None,
+) -> Sent:
     """Sends a checkpoint: a file, or a folder of them, as sharded ones are.
 
     Args:
         node: Of this site.
         path: The file or folder, which may be removed after the call.
         step: Of the training; `fetch_checkpoint` returns it.
+        since: A checkpoint that this site sent before and still has: of each file, what is in it is not sent again.
         timeout: In seconds, for all of it to find room in this site's log; see `Node.send`.
 
     Raises:
@@ -54,10 +68,26 @@ def send_checkpoint(node: Node, path: str | os.PathLike[str], step: int, *, time
         return node.send(data, timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
-    listing = [(p.relative_to(path).as_posix() if p != path else "", send(p)) for p in files]
-    content = json.dumps({"stabilizer_checkpoint": 1, "step": step, "files": listing})
-    seq = send(content.encode())
-    return Sent(step, listing[0][1] if listing else seq, seq)
+    listing: list[tuple[str, int]] = []
+    changed: dict[str, str] = {}  # by name: the digest of what it comes to
+    blocks = {}
+    for file in files:
+        name = file.relative_to(path).as_posix() if file != path else ""
+        blocks[name], ordered = deltas.scan(file)
+        base = None if since is None else since.blocks.get(name)
+        if base is None:
+            listing.append((name, send(file)))
+        else:
+            listing.append((name, send(deltas.encode(file, ordered, base))))
+            changed[name] = blocks[name].digest
+    content: dict[str, Any] = {"stabilizer_checkpoint": 1, "step": step, "files": listing}
+    if since is not None:
+        content |= {"since": since.seq, "changed": changed}
+    seq = send(json.dumps(content).encode())
+    first = listing[0][1] if listing else seq
+    if since is None:
+        return Sent(step, first, seq, 0, blocks)
+    return Sent(step, min(first, since.first), seq, since.num_deltas + 1, blocks)
 
 
 @dataclass(frozen=True)
@@ -121,26 +151,59 @@ def fetch_checkpoint(node: Node, url: str, to: str | os.PathLike[str], *, timeou
                 f"{url}: no checkpoint of {address.site} is stable under {predicates[address.predicate]} here "
                 f"(stable up to message {frontier}, held from {first} to {node.last(address.site)})"
             )
-        for name, seq in content["files"]:
+        for name, _ in content["files"]:
             path = Path(to) / name if name else Path(to)
             if name and not path.resolve().is_relative_to(Path(to).resolve()):
                 raise ReplicationError(f"{url}: a file of the checkpoint is named {name!r}, outside its folder")
             path.parent.mkdir(parents=True, exist_ok=True)
-            next(node.receive(address.site, after=seq - 1, timeout=0)).save(path)
+            _restore(node, address.site, content, name, path)
     return int(content["step"])
+
+
+def _restore(node: Node, site: str, content: dict[str, Any], name: str, path: Path) -> None:
+    """Writes a file of a checkpoint, from those that it is told by."""
+    message = _message(node, site, dict(content["files"])[name])
+    digest = content.get("changed", {}).get(name)
+    if digest is None:
+        message.save(path)
+        return
+    base, made = (path.with_name(f".{path.name}.{os.getpid()}.{content['step']}.{part}") for part in ("base", "new"))
+    try:
+        _restore(node, site, json.loads(_message(node, site, content["since"]).payload), name, base)
+        with open(base, "rb") as source, open(made, "wb") as target:
+            deltas.decode(message.payload, source, target)
+            target.flush()
+            os.fsync(target.fileno())
+        if deltas.digest_of(made) != digest:
+            raise ReplicationError(
+                f"{path}: what message {message.seq} of {site} makes of the file is not what was sent"
+            )
+        os.replace(made, path)
+    finally:
+        base.unlink(missing_ok=True)
+        made.unlink(missing_ok=True)
+
+
+def _message(node: Node, site: str, seq: int) -> Message:
+    return next(node.receive(site, after=seq - 1, timeout=0))
 
 
 def _newest(messages: Iterator[Message], frontier: int) -> dict[str, Any] | None:
     """The listing of the last whole checkpoint up to a frontier. Keeps no message: each holds files open."""
     newest: dict[str, Any] | None = None
-    seen: set[int] = set()
+    seen: set[int] = set()  # and whole, as far as they are listings
     for message in messages:
         if message.seq > frontier:
             break
-        seen.add(message.seq)
+        is_listing = False
         if message.kind == BYTES and message.parts and bytes(message.parts[0][: len(_HEAD)]) == _HEAD:
+            is_listing = True
             content = json.loads(message.payload)
-            if all(seq in seen for _, seq in content["files"]):
+            needed = {seq for _, seq in content["files"]} | ({content["since"]} if content.get("changed") else set())
+            if needed <= seen:
                 newest = content
+                seen.add(message.seq)
+        if not is_listing:
+            seen.add(message.seq)
         del message  # before the next one's files are opened
     return newest

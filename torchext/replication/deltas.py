@@ -1,0 +1,104 @@
+"""A file told as what it has in common with an earlier one, and the rest.
+
+Blocks are found wherever they lie, so a checkpoint whose first record grew by a byte still has its tensors in common
+with the one before. Those of a checkpoint (a zip file, as ``torch.save`` writes it) begin where its tensors do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from torchext.replication.errors import ReplicationError
+
+_BLOCK_BYTES = 64 << 10
+_HEAD = struct.Struct("<I")  # length of the list of pieces that follows
+_LOCAL_HEADER = struct.Struct("<26xHH")  # of a record in a zip file: lengths of its name and of its extra field
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Where a file's blocks lie, by their digests, and the digest of all of it."""
+
+    places: dict[bytes, tuple[int, int]]
+    digest: str
+
+
+def scan(path: Path) -> tuple[Blocks, list[tuple[bytes, int, int]]]:
+    """Goes over a file; returns its blocks by digest, and in order as (digest, offset, length)."""
+    whole = hashlib.blake2b(digest_size=32)
+    ordered = []
+    with open(path, "rb") as file:
+        bounds = [*_records(file), path.stat().st_size]
+        file.seek(0)
+        at = 0
+        for bound in bounds:
+            while at < bound:
+                data = file.read(min(_BLOCK_BYTES, bound - at))
+                if not data:
+                    raise ReplicationError(f"{path} became shorter while it was read")
+                whole.update(data)
+                ordered.append((hashlib.blake2b(data, digest_size=16).digest(), at, len(data)))
+                at += len(data)
+    places = {digest: (offset, length) for digest, offset, length in reversed(ordered)}
+    return Blocks(places, whole.hexdigest()), ordered
+
+
+def encode(path: Path, ordered: list[tuple[bytes, int, int]], base: Blocks) -> bytes:
+    """The pieces of a file: [1, offset, length] of the base, [0, offset, length] of the bytes that follow the list."""
+    pieces: list[list[int]] = []
+    data = bytearray()
+    with open(path, "rb") as file:
+        for digest, offset, length in ordered:
+            found = base.places.get(digest)
+            if found is None:
+                file.seek(offset)
+                piece = [0, len(data), length]
+                data += file.read(length)
+            else:
+                piece = [1, *found]
+            if pieces and pieces[-1][0] == piece[0] and pieces[-1][1] + pieces[-1][2] == piece[1]:
+                pieces[-1][2] += length
+            else:
+                pieces.append(piece)
+    words = json.dumps(pieces).encode()
+    return _HEAD.pack(len(words)) + words + data
+
+
+def decode(delta: bytes, base: BinaryIO, to: BinaryIO) -> None:
+    """Writes the file that a delta and its base make."""
+    (length,) = _HEAD.unpack_from(delta)
+    begin = _HEAD.size + length
+    for from_base, offset, size in json.loads(delta[_HEAD.size : begin]):
+        if from_base:
+            base.seek(offset)
+            to.write(base.read(size))
+        else:
+            to.write(delta[begin + offset : begin + offset + size])
+
+
+def digest_of(path: Path) -> str:
+    """That of `Blocks`."""
+    whole = hashlib.blake2b(digest_size=32)
+    with open(path, "rb") as file:
+        while data := file.read(1 << 20):
+            whole.update(data)
+    return whole.hexdigest()
+
+
+def _records(file: BinaryIO) -> list[int]:
+    """Where the records of a zip file begin; nothing if it is none."""
+    if not zipfile.is_zipfile(file):
+        return []
+    begins = []
+    with zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            file.seek(info.header_offset)
+            name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+            begins.append(info.header_offset + _LOCAL_HEADER.size + name + extra)
+    return sorted(begins)
