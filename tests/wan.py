@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import functools
 import heapq
 import itertools
 import json
@@ -36,6 +37,7 @@ _LOW_DELAY = 0x10  # type of service, in a packet's second byte
 _NEWNET = 0x40000000  # CLONE_NEWNET
 
 
+@functools.cache
 def missing() -> str:
     """What this machine lacks for it; empty if nothing."""
     if os.geteuid() != 0:

@@ -8,9 +8,11 @@ Needs root, and for the peers etcd and nats-server (Debian: etcd-server, nats-se
 out. The network is that of tests/wan.py: round trips of 36, 51 and 48 ms between three hosts, and 40, 45 and 30 ms from
 them to a fourth; all processes share this machine and its disk.
 
-latency: ms from the put, publish or send of 1 KiB until a majority has it on its disk, one after the other, from the
-leader's host and from each other one; the peers and this project take turns within a round. "floor" is what the round
-trips alone make it: to the nearest other hosts of a majority, and for a peer's client elsewhere also to the leader.
+latency: ms from the put, publish or send of 1 KiB until a majority has it, one after the other, from the leader's host
+and from each other one; the peers and this project take turns within a round. "floor" is what the round trips alone
+make it: to the nearest other hosts of a majority, and for a peer's client elsewhere also to the leader. etcd answers
+once it is on their disks and is compared with a majority of .persisted; JetStream does not sync before it answers, and
+is compared with one of .received.
 link: how much of a link of --rate Mbit/s messages of 1 MiB fill, and ms until a message of 1 KiB from the receiver is
 acknowledged meanwhile, for which the acknowledgement has to come along the full link, against an idle network.
 switch: the paper's experiment: a predicate over all sites, one of which gets slow; a weaker predicate takes its place,
@@ -44,6 +46,7 @@ from tests.wan import Wan, missing, symmetric
 
 ROUND_TRIPS_MS = {(0, 1): 36.0, (0, 2): 51.0, (1, 2): 48.0, (0, 3): 40.0, (1, 3): 45.0, (2, 3): 30.0}
 MAJORITY = "KTH_MAX(SIZEOF($ALLSITES)/2 + 1, $ALLSITES).persisted"
+COMPARED = {"etcd": "persisted", "nats": "received"}
 SIZE = 1024
 START_S = 60.0
 
@@ -65,7 +68,11 @@ def our_sites(wan: Wan, num_sites: int, folder: Path, **settings: Any) -> Iterat
         "key": secrets.token_hex(16),
         "sites": sites,
         "dead_after_s": 30.0,
-        "predicates": {"majority": MAJORITY, "all": "MIN($ALLSITES).persisted"},
+        "predicates": {
+            "persisted": MAJORITY,
+            "received": MAJORITY.replace("persisted", "received"),
+            "all": "MIN($ALLSITES).persisted",
+        },
         "segment_bytes": 16 << 20,
         **settings,
     }
@@ -253,8 +260,9 @@ def latency(options: argparse.Namespace) -> None:
                 stack.enter_context(start(wan, folder))
             for _ in range(options.rounds):
                 for host in range(num_hosts):
-                    ours = sites[host].call("latencies", options.messages, SIZE, "majority", timeout_s=300)
-                    times.setdefault(("ours", host), []).extend(ours)
+                    for ack in ("persisted", "received"):
+                        ours = sites[host].call("latencies", options.messages, SIZE, ack, timeout_s=300)
+                        times.setdefault((ack, host), []).extend(ours)
                     for name in peers:
                         leads, theirs = ask(wan, host, name, num_hosts, options.messages)
                         times.setdefault((name, host), []).extend(theirs)
@@ -265,27 +273,30 @@ def latency(options: argparse.Namespace) -> None:
 
 def _report(times: dict[tuple[str, int], list[float]], leaders: dict[str, int], num_hosts: int) -> None:
     table = symmetric(num_hosts, ROUND_TRIPS_MS)
-    print(f"{num_hosts} sites, ms until a majority has 1 KiB on its disk")
-    print(f"{'':<22}{'median':>9}{'p10':>9}{'floor':>9}{'ours is':>12}")
-    for host in range(num_hosts):
-        ours = statistics.median(times["ours", host])
-        for (name, at), values in times.items():
-            if at != host:
-                continue
-            leader = leaders.get(name, host)
-            floor = floor_ms(leader, num_hosts) + table[host][leader]
-            where = f"{name} from host {host}" + (" (leader)" if name != "ours" and leader == host else "")
-            lower = f"{100 * (1 - ours / statistics.median(values)):10.1f} % lower" if name != "ours" else ""
-            p10 = statistics.quantiles(values, n=10)[0]
-            print(f"{where:<22}{statistics.median(values):9.1f}{p10:9.1f}{floor:9.1f}{lower}")
-    means = {
-        name: statistics.mean(statistics.median(times[name, host]) for host in range(num_hosts))
-        for name, at in times
-        if at == 0
-    }
-    for name, mean in means.items():
-        lower = f"{100 * (1 - means['ours'] / mean):28.1f} % lower" if name != "ours" else ""
-        print(f"{name + ', mean of hosts':<22}{mean:9.1f}{lower}", flush=True)
+
+    def row(name: str, hosts: Sequence[int], percentile: int) -> float:
+        """The mean over hosts of a percentile of the times."""
+        return statistics.mean(statistics.quantiles(times[name, host], n=10)[percentile // 10 - 1] for host in hosts)
+
+    print(f"{num_hosts} sites, ms until a majority has 1 KiB")
+    print(f"{'':<32}{'median':>9}{'p10':>9}{'floor':>9}{'ours is lower by (p10)':>32}")
+    names = list(dict.fromkeys(name for name, _ in times))
+    for hosts in (*((host,) for host in range(num_hosts)), range(num_hosts)):
+        for name in names:
+            leader = leaders.get(name)
+            floors = [
+                floor_ms(leader, num_hosts) + table[host][leader] if leader is not None else floor_ms(host, num_hosts)
+                for host in hosts
+            ]
+            words = f"{name} from " + (f"host {hosts[0]}" if len(hosts) == 1 else "all hosts, mean")
+            if len(hosts) == 1 and leader == hosts[0]:
+                words += " (leader)"
+            medians, p10s = row(name, hosts, 50), row(name, hosts, 10)
+            lower = ""
+            if name in COMPARED:
+                ours = [row(COMPARED[name], hosts, percentile) for percentile in (50, 10)]
+                lower = f"{100 * (1 - ours[0] / medians):18.1f} % ({100 * (1 - ours[1] / p10s):.1f} %)"
+            print(f"{words:<32}{medians:9.1f}{p10s:9.1f}{statistics.mean(floors):9.1f}{lower}", flush=True)
 
 
 def link(options: argparse.Namespace) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import wan
+
 HERE = Path(__file__).parent
 
 
@@ -60,6 +62,17 @@ def test_replication_reports_each_figure() -> None:
     assert "change_predicate" in _run(*program, "change")
     assert "majority persisted, alone" in _run(*program, "latency", "--messages", "3")
     assert "to 1, together" in _run(*program, "loopback", "--receivers", "1", "--gib", "0.06", "--rounds", "1")
+
+
+@pytest.mark.slow  # three hosts, and servers of each peer on each
+@pytest.mark.skipif(wan.missing() != "", reason=wan.missing())
+def test_replication_wan_reports_each_figure() -> None:
+    program = ("-m", "tests.benchmarks.replication_wan")
+    assert "persisted from all hosts, mean" in _run(
+        *program, "latency", "--sites", "3", "--messages", "3", "--rounds", "1"
+    )
+    assert "acknowledged, while it is full" in _run(*program, "link", "--mib", "4", "--messages", "3")
+    assert "change to a majority" in _run(*program, "switch", "--messages", "3")
 
 
 def test_dual_compares_contenders_on_the_same_windows(tmp_path: Path) -> None:

@@ -252,7 +252,7 @@ def test_memory_and_files_do_not_grow_with_what_passes(tmp_path: Path) -> None:
 
         use(20)
         before = sizes()
-        use(150)  # 180 MB
+        use(100)  # 120 MB
         for (kib, num_fds), (kib_before, num_fds_before) in zip(sizes(), before, strict=True):
             assert kib - kib_before < 8 << 10
             assert num_fds - num_fds_before < 20  # that of a connection made anew, of a file more
