@@ -121,50 +121,82 @@ def test_store_outlives_its_messages(tmp_path: Path) -> None:
         pair.close()
 
 
-def test_killed_program_has_all_that_it_said_to_have(tmp_path: Path) -> None:
-    pair = Pair(tmp_path, predicates=PREDICATES)
-    try:
-        pair.tokyo.close()
+class Program:
+    """An application of tokyo in a process of its own."""
+
+    def __init__(self, pair: Pair, folder: Path, app: str, *words: str) -> None:
         lines = [f"key = {pair.config['key']!r}", "segment_bytes = 2097152"]
         for name, site in pair.config["sites"].items():
             lines += [f"[sites.{name}]", *(f"{key} = {value!r}" for key, value in site.items())]
         lines += ["[predicates]", *(f"{key} = {value!r}" for key, value in PREDICATES.items())]
-        (tmp_path / "site.toml").write_text("\n".join(lines))
-        command = [sys.executable, "-c", "import tests.replication.no_torch, sys\n"]
-        command[2] += "from torchext.replication.apps.cli import main\nsys.exit(main(sys.argv[1:]))"
-        command += ["kv", "--config", str(tmp_path / "site.toml"), "--me", "tokyo"]
+        (folder / "site.toml").write_text("\n".join(lines))
+        code = "import tests.replication.no_torch, sys\nfrom torchext.replication.apps.cli import main\n"
+        command = [sys.executable, "-c", code + "sys.exit(main(sys.argv[1:]))", app, *words]
+        command += ["--config", str(folder / "site.toml"), "--me", "tokyo"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
 
-        def run() -> subprocess.Popen[str]:
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
 
-        def ask(program: subprocess.Popen[str], line: str) -> str:
-            assert program.stdin is not None
-            assert program.stdout is not None
-            program.stdin.write(line + "\n")
-            program.stdin.flush()
-            return program.stdout.readline().strip()
+    def ask(self, line: str) -> str:
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.read()
 
-        with KeyValueStore(pair.paris, tmp_path / "p.db") as store, run() as program:
+    def end(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+    def __enter__(self) -> Program:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_killed_program_has_all_that_it_said_to_have(pair: Pair, tmp_path: Path) -> None:
+    pair.tokyo.close()
+    with KeyValueStore(pair.paris, tmp_path / "p.db") as store:
+        with Program(pair, tmp_path, "kv") as program:
             for number in range(20):
-                assert ask(program, f"put key{number} value{number}") == f"key{number}: version {number + 1} of tokyo"
-            assert ask(program, "put a b c d").startswith("error: expected one predicate at most")
-            assert ask(program, "nonsense").startswith("error: expected: put KEY VALUE")
-            program.kill()
-            program.wait()
-            with run() as again:
-                assert ask(again, "get key19") == "key19 = value19"
-                assert ask(again, "put key20 value20 safe") == "key20: version 21 of tokyo"
-                assert ask(again, "delete key0") == "key0: deleted"
-                assert ask(again, "get key0") == "key0: nothing"
-                assert ask(again, "keys").split() == sorted(f"key{n}" for n in range(1, 21))
-                again.send_signal(signal.SIGTERM)
-                assert again.wait(60) == 0
-            found = store.get("key20", predicate="safe")
-            assert found is not None
-            assert found.value == b"value20"
-            assert found.clock == 21
-    finally:
-        pair.close()
+                assert program.ask(f"put key{number} value{number}") == f"key{number}: version {number + 1} of tokyo"
+            assert program.ask("put a b c d").startswith("error: expected one predicate at most")
+            assert program.ask("nonsense").startswith("error: expected: put KEY VALUE")
+        with Program(pair, tmp_path, "kv") as program:
+            assert program.ask("get key19") == "key19 = value19"
+            assert program.ask("put key20 value20 safe") == "key20: version 21 of tokyo"
+            assert program.ask("delete key0") == "key0: deleted"
+            assert program.ask("get key0") == "key0: nothing"
+            assert program.ask("keys").split() == sorted(f"key{n}" for n in range(1, 21))
+            assert program.end() == 0
+        found = store.get("key20", predicate="safe")
+        assert found is not None
+        assert (found.value, found.clock) == (b"value20", 21)
+
+
+def test_programs_for_folders_and_topics(pair: Pair, tmp_path: Path) -> None:
+    pair.tokyo.close()
+    here, there = tmp_path / "here", tmp_path / "there"
+    with FolderSync(pair.paris, here, interval_s=0.05), Program(pair, tmp_path, "folder", str(there)) as program:
+        assert program.read() == f"{there} is kept as at paris"
+        (there / "a").write_bytes(b"1")
+        assert wait_until(lambda: (here / "a").exists() and (here / "a").read_bytes() == b"1")
+        assert program.end() == 0
+    with PubSub(pair.paris, tmp_path / "p.db") as topics:
+        with Program(pair, tmp_path, "pubsub", "--subscribe", "news") as program:
+            assert wait_until(lambda: topics.subscribers("news") == ["tokyo"])
+            topics.wait_delivered("news", topics.publish("news", b"from afar"), 30)
+            assert program.read() == "news from paris: from afar"
+            assert program.ask("alone").startswith("error: expected: TOPIC TEXT")
+            assert program.ask("other to nobody") == "other: delivered at nobody"
+            assert program.end() == 0
+        assert wait_until(lambda: topics.subscribers("news") == [])  # it went, and said so
 
 
 # The folder.
