@@ -80,7 +80,6 @@ class FolderSync:
         self.folder = Path(folder)
         self._chunks = self.folder / STATE / "chunks"
         self._chunks.mkdir(parents=True, exist_ok=True)
-        node.register_ack(APPLIED)
         self._database = open_database(self.folder / STATE / "state.db", _TABLES)
         after = dict(self._database.execute("SELECT site, seq FROM applied"))
         self._files: dict[str, _File] = {}  # as they are in the folder, or were deleted; guarded by changed
@@ -93,15 +92,12 @@ class FolderSync:
         self._interval_s = interval_s
         self._scanning = threading.Lock()
         self._closing = threading.Event()
-        self._follower = Follower(node, after, self._apply)
+        self._follower = Follower(node, after, self._apply, ack=APPLIED)
         self._watcher = threading.Thread(target=self._watch, name=f"watch-{self.folder.name}", daemon=True)
-        for site, seq in self._follower.applied.items():
-            if 0 < seq <= node.last(site):
-                node.ack(site, seq, APPLIED)  # acks of one's own do not outlive the node
         self._follower.start()
         try:
             # What this site sent before its end is known before its files are compared with what is known.
-            self._follower.wait_applied(node.me, node.last(node.me), None)
+            self._follower.catch_up()
         except BaseException:
             self.close()
             raise
@@ -241,7 +237,6 @@ class FolderSync:
                 self._database.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?)", values)
         self._bring_in()
         self._database.execute("INSERT OR REPLACE INTO applied VALUES (?, ?)", (site, messages[-1].seq))
-        self._node.ack(site, messages[-1].seq, APPLIED)
 
     def _bring_in(self) -> None:
         """Takes the versions that came, as far as their chunks are here: some travel in other sites' streams."""

@@ -67,18 +67,14 @@ class KeyValueStore:
             raise ReplicationError(f"keep: expected at least 1, got {keep!r}")
         self._node = node
         self._keep = keep
-        node.register_ack(APPLIED)
         self._database = open_database(path, _TABLES)
         after = dict(self._database.execute("SELECT site, seq FROM applied"))
         self._clock: int = self._database.execute("SELECT COALESCE(MAX(clock), 0) FROM versions").fetchone()[0]
-        self._follower = Follower(node, after, self._apply)
-        for site, seq in self._follower.applied.items():
-            if 0 < seq <= node.last(site):
-                node.ack(site, seq, APPLIED)  # acks of one's own do not outlive the node
+        self._follower = Follower(node, after, self._apply, ack=APPLIED)
         self._follower.start()
         try:
             # Before anything is put: a clock that was used before the end of a former run is not used again.
-            self._follower.wait_applied(node.me, node.last(node.me), None)
+            self._follower.catch_up()
         except BaseException:
             self.close()
             raise
@@ -184,7 +180,6 @@ class KeyValueStore:
         except BaseException:
             execute("ROLLBACK")
             raise
-        self._node.ack(site, messages[-1].seq, APPLIED)
 
     def close(self) -> None:
         """Ends the threads; the node goes on."""

@@ -62,15 +62,24 @@ class Follower:
         node: This site.
         after: By site, the number of the last message that was applied before; what follows is handed on.
         apply: Called with a site and its next messages, from one thread at a time. What it raises ends this.
+        ack: The ack type that tells the other sites what is applied here; None tells nothing.
 
     Attributes:
         changed: Held while ``apply`` runs, notified after it.
         applied: By site, up to which message all is applied; guarded by ``changed``.
     """
 
-    def __init__(self, node: Node, after: Mapping[str, int], apply: Callable[[str, list[Message]], None]) -> None:
+    def __init__(
+        self,
+        node: Node,
+        after: Mapping[str, int],
+        apply: Callable[[str, list[Message]], None],
+        *,
+        ack: str | None = None,
+    ) -> None:
         self._node = node
         self._apply = apply
+        self._ack = ack
         self._closing = threading.Event()
         self._fault: BaseException | None = None
         self.changed = threading.Condition()
@@ -82,8 +91,17 @@ class Follower:
 
     def start(self) -> None:
         """Begins."""
+        if self._ack is not None:
+            self._node.register_ack(self._ack)
+            for site, seq in self.applied.items():  # acks of one's own do not outlive the node
+                if 0 < seq <= self._node.last(site):
+                    self._node.ack(site, seq, self._ack)
         for thread in self._threads:
             thread.start()
+
+    def catch_up(self) -> None:
+        """Waits until all that this site sent before is applied."""
+        self.wait_applied(self._node.me, self._node.last(self._node.me), None)
 
     def wait_applied(self, site: str, seq: int, timeout: float | None) -> None:
         """Waits until a site's messages up to this one are applied.
@@ -163,6 +181,8 @@ class Follower:
         with self.changed:
             self._apply(site, batch)
             self.applied[site] = batch[-1].seq
+            if self._ack is not None:
+                self._node.ack(site, batch[-1].seq, self._ack)
             self.changed.notify_all()
 
 
