@@ -326,10 +326,8 @@ def _lacks_its_own(core: Core, site: str) -> bool:
     with core.lock:
         if site not in core.logs:
             return False
-        held, here = core.frontiers[site].counter(Counter(site, RECEIVED)), core.logs[site].tail.seq
-    if here > held:
-        _logger.warning("%s lost its messages %d to %d; sending them back", site, held + 1, here)
-    return here > held
+        # Its counter may just have been overtaken by the message itself: then there is nothing to send.
+        return core.logs[site].tail.seq > core.frontiers[site].counter(Counter(site, RECEIVED))
 
 
 def send_back(link: Link, reply: dict[str, Any]) -> None:
@@ -338,7 +336,10 @@ def send_back(link: Link, reply: dict[str, Any]) -> None:
     assert sock is not None
     if log is None:
         return
-    with _cursor(core, log, link.site, link.site, _place(reply.get("place"))) as cursor:
+    place = _place(reply.get("place"))
+    if log.tail.seq > place.seq:
+        _logger.warning("%s lost its messages %d to %d; sending them back", link.site, place.seq + 1, log.tail.seq)
+    with _cursor(core, log, link.site, link.site, place) as cursor:
         handshake.send_json(sock, {"begin": cursor.place})
         while not link.has_ended() and (region := cursor.region()) is not None:
             at, end = region
