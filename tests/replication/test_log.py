@@ -18,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchext._native import replication as native
+from torchext.replication.cursor import Cursor, verify
 from torchext.replication.errors import StoreError, StoreFullError
-from torchext.replication.log import HEADER, MIN_SEGMENT_BYTES, Cursor, FrameError, Place, StreamLog
+from torchext.replication.log import HEADER, MIN_SEGMENT_BYTES, FrameError, Place, StreamLog
 
 
 def open_log(folder: Path, *, segment_bytes: int = MIN_SEGMENT_BYTES) -> StreamLog:
@@ -200,7 +201,7 @@ def test_receiver_takes_frames_in_any_pieces(tmp_path: Path, log: StreamLog) -> 
                 assert cursor.place == tail  # the checksum too: both have the same history
             stream, position = raw(log, tail[:2]), 0
     assert contents(other) == wanted
-    assert other.verify(Place(0, 0, 0), other.tail)
+    assert verify(other, Place(0, 0, 0), other.tail)
     other.close()
 
 

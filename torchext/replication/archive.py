@@ -12,8 +12,9 @@ import os
 import re
 from pathlib import Path
 
+from torchext.replication.cursor import Cursor
 from torchext.replication.errors import StoreError
-from torchext.replication.log import HEADER, Cursor, Place, StreamLog, sync_folder
+from torchext.replication.log import HEADER, Place, StreamLog, sync_folder
 
 _PART_BYTES = 64 << 20  # of one object, at most
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{8})_([0-9a-f]{16})-([0-9a-f]{16})-([0-9a-f]{8})\.part")

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from torchext.replication.archive import Archive, is_url
 from torchext.replication.config import Config, Site
+from torchext.replication.cursor import verify
 from torchext.replication.errors import ClosedError, ConfigError, ReplicationError, StoreError
 from torchext.replication.frontiers import Frontiers
 from torchext.replication.log import Place, StreamLog
@@ -430,7 +431,7 @@ class Core:
                     return  # and tried again soon
                 self.trouble.pop(f"store of {origin}", None)
             self.raise_own(origin, PERSISTED, place.seq)
-            if not log.verify(max(durable, log.first), place):
+            if not verify(log, max(durable, log.first), place):
                 raise StoreError(f"messages {durable.seq + 1} to {place.seq} of {origin} differ from what was written")
             self.raise_own(origin, VERIFIED, place.seq)
             self._durable[origin] = place

@@ -21,8 +21,9 @@ from typing import Any
 
 from torchext.replication import handshake
 from torchext.replication.core import RECEIVED, Core, Marks
+from torchext.replication.cursor import Cursor
 from torchext.replication.errors import ReplicationError, StoreError, StoreFullError
-from torchext.replication.log import Cursor, FrameError, Place, StreamLog
+from torchext.replication.log import FrameError, Place, StreamLog
 from torchext.replication.predicates import Counter
 
 _FRAME = struct.Struct("<IB")  # length of what follows, type

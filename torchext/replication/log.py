@@ -35,11 +35,11 @@ MAX_PAYLOAD = 1 << 20
 
 _SEGMENT = struct.Struct("<8sQQI")  # magic, then the place at which the segment begins
 _SEGMENT_MAGIC = b"TXSEGM01"
-_BEGIN = 64  # where the frames of a segment begin
+BEGIN = 64  # where the frames of a segment begin
 _NAME = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})\.seg")
 _MIN_SPARES = 4  # dropped files that are kept for use again
 _MAX_MAPPED = 8  # of the newest files: what was just written is about to be sent and verified
-MIN_SEGMENT_BYTES = _BEGIN + HEADER.size + MAX_PAYLOAD
+MIN_SEGMENT_BYTES = BEGIN + HEADER.size + MAX_PAYLOAD
 
 _INCOMPLETE, _BLANK = 0, 1
 _VERDICTS = {2: "no frame where one is due", 3: "a length beyond bounds", 4: "a frame out of place", 5: "a checksum"}
@@ -64,11 +64,13 @@ class FrameError(StoreError):
 
 
 @dataclass(eq=False)
-class _Segment:
+class Segment:
+    """A file of a log; all of it but the path and the base is guarded by the log's `changed`."""
+
     path: Path
     base: Place
     tail: Place  # where its frames end
-    end: int = _BEGIN  # ... in the file
+    end: int = BEGIN  # ... in the file
     map: mmap.mmap | None = None  # the one that it was written through, while it is among the newest
     num_users: int = 0  # cursors that read through it
     lent: weakref.WeakSet[mmap.mmap] = field(default_factory=weakref.WeakSet)  # those that messages lie in
@@ -76,7 +78,7 @@ class _Segment:
 
 @dataclass(eq=False)
 class _Writable:
-    segment: _Segment
+    segment: Segment
     fd: int
     map: mmap.mmap
     filled: int  # bytes up to here came in; from segment.end on they are not yet whole frames
@@ -85,7 +87,7 @@ class _Writable:
 class StreamLog:
     """Messages of one origin, as far as this site has them.
 
-    One thread at a time may write (hold `writing`); any number may read, each with a `Cursor` of its own.
+    One thread at a time may write (hold `writing`); any number may read, each with a `Cursor` (cursor.py) of its own.
 
     Args:
         folder: For this log alone; made if missing.
@@ -114,7 +116,7 @@ class StreamLog:
         self._max_files = spare_bytes // segment_bytes  # with the spares
         self.changed = threading.Condition()
         self.writing = threading.Lock()
-        self._segments: list[_Segment] = []
+        self._segments: list[Segment] = []
         self._spares: list[tuple[int, Path, mmap.mmap | None]] = []
         self._num_spares = 0
         self._writable: _Writable | None = None
@@ -249,19 +251,6 @@ class StreamLog:
             os.close(fd)
         return place
 
-    def verify(self, begin: Place, end: Place) -> bool:
-        """Reads back what lies between two places and checks it against its checksums."""
-        with Cursor(self, begin) as cursor:
-            while cursor.place[:2] < end[:2]:
-                region = cursor.region()
-                if region is None or cursor.map is None:
-                    return False
-                at, place = self.follow(cursor.map, *region, cursor.place)
-                if at != region[1]:
-                    return False
-                cursor.advance(at, place)
-        return True
-
     def follow(self, data: Buffer, begin: int, end: int, place: Place) -> tuple[int, Place]:
         """Goes over frames as far as they are whole and right; returns where that is, in the bytes and the stream."""
         _, at, *reached = self._native.scan_frames(data, begin, end, *place, self._max_message)
@@ -280,7 +269,7 @@ class StreamLog:
             self.changed.notify_all()
         return count
 
-    def _drop(self, segment: _Segment) -> None:
+    def _drop(self, segment: Segment) -> None:
         """Removes a file, or keeps it for use again, as its place on the disk and in memory is costly to make."""
         is_enough = len(self._spares) >= max(_MIN_SPARES, self._max_files - len(self._segments))
         if is_enough or segment.num_users or segment.lent:
@@ -335,7 +324,7 @@ class StreamLog:
     def _reserve(self, size: int) -> None:
         """Makes files for all of a message before its first byte is written."""
         left = 0 if self._writable is None else self._segment_bytes - self._writable.segment.end
-        per_segment = self._segment_bytes - _BEGIN
+        per_segment = self._segment_bytes - BEGIN
         frames = size // MAX_PAYLOAD + 1
         needed = size + HEADER.size * frames - max(0, left - HEADER.size)
         count = 0
@@ -385,10 +374,10 @@ class StreamLog:
         sync_folder(self._folder)
         if mapped is None:
             mapped = _mapped(fd, self._segment_bytes)
-        writable = _Writable(_Segment(path, base, base, map=mapped), fd, mapped, _BEGIN)
+        writable = _Writable(Segment(path, base, base, map=mapped), fd, mapped, BEGIN)
         if former is not None and carry:
             begun = former.map[former.segment.end : former.filled]
-            writable.map[_BEGIN : _BEGIN + len(begun)] = begun
+            writable.map[BEGIN : BEGIN + len(begun)] = begun
             writable.filled += len(begun)
         with self.changed:
             self._segments.append(writable.segment)
@@ -400,7 +389,7 @@ class StreamLog:
         return writable
 
     def _recover(self) -> None:
-        found: list[_Segment] = []
+        found: list[Segment] = []
         for path in sorted(self._folder.iterdir()):
             if path.name.startswith("spare-"):
                 path.unlink()
@@ -408,7 +397,7 @@ class StreamLog:
             if not _NAME.fullmatch(path.name):
                 raise StoreError(f"{path}: not a file of this log; give each site a store of its own")
             base = _base_of(path)
-            found.append(_Segment(path, base, base))
+            found.append(Segment(path, base, base))
         for number, segment in enumerate(found):
             if number == 0:
                 self.tail = segment.base
@@ -421,12 +410,12 @@ class StreamLog:
             self._scan(segment, is_last=number == len(found) - 1)
             self._segments.append(segment)
 
-    def _scan(self, segment: _Segment, *, is_last: bool) -> None:
+    def _scan(self, segment: Segment, *, is_last: bool) -> None:
         fd = os.open(segment.path, os.O_RDWR | os.O_CLOEXEC)
         size = os.fstat(fd).st_size
         os.fdatasync(fd)  # of a process that was killed before it did so
         mapped = mmap.mmap(fd, size)
-        verdict, segment.end, *place = self._native.scan_frames(mapped, _BEGIN, size, *self.tail, self._max_message)
+        verdict, segment.end, *place = self._native.scan_frames(mapped, BEGIN, size, *self.tail, self._max_message)
         segment.tail = self.tail = Place(*place)
         if not is_last or size != self._segment_bytes:
             mapped.close()
@@ -441,137 +430,6 @@ class StreamLog:
             )
         segment.map = mapped
         self._writable = _Writable(segment, fd, mapped, segment.end)
-
-
-class Cursor:
-    """A reader's place in a log, with the file that it reads.
-
-    Args:
-        log: The log.
-        place: Where to begin: the end of a message or a frame.
-        lends: Whether what is cut out of `map` may outlive the cursor, as the messages that `message` gives do.
-
-    Attributes:
-        log: The log.
-        place: Where it is. Its checksum holds if `advance` was told so.
-        map: The file that holds what comes next.
-        fd: The same, as a descriptor; -1 if the log's own mapping is read, which costs no page faults.
-
-    Raises:
-        StoreError: There is no such place in the log: it was dropped, is not there yet, or never was.
-    """
-
-    def __init__(self, log: StreamLog, place: Place | tuple[int, int], *, lends: bool = False) -> None:
-        self.log = log
-        self._lends = lends
-        self.fd = -1
-        self.map: mmap.mmap | None = None
-        self._segment: _Segment | None = None
-        self._at = _BEGIN
-        seq, offset = place[:2]
-        with log.changed:
-            segments, tail = list(log._segments), log.tail
-            holder = next((s for s in reversed(segments) if s.base[:2] <= (seq, offset)), None)
-            end = holder.end if holder is not None else _BEGIN
-        if (seq, offset) > tail[:2]:
-            raise StoreError(f"message {seq}, offset {offset} is beyond the log's end, message {tail.seq}")
-        if (seq, offset) == tail[:2] and not segments:
-            self.place = tail
-            return
-        if holder is None:
-            begin = segments[0].base.seq if segments else tail.seq
-            raise StoreError(f"the log begins after message {begin}, so what follows message {seq} is not there")
-        mapped = self._open(holder)
-        if (seq, offset) == tail[:2]:
-            self._at, self.place = end, tail
-            return
-        found = log._native.find_frame(mapped, _BEGIN, end, seq + 1, offset, holder.base.checksum)
-        if found is None:
-            self.close()
-            raise StoreError(f"no frame begins after message {seq}, offset {offset}")
-        self._at, checksum = found
-        self.place = Place(seq, offset, checksum)
-
-    def __enter__(self) -> Cursor:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Lets go of the file."""
-        if self.fd >= 0:
-            os.close(self.fd)
-        elif self._segment is not None:
-            with self.log.changed:
-                self._segment.num_users -= 1
-        self.fd, self.map, self._segment = -1, None, None
-
-    def region(self) -> tuple[int, int] | None:
-        """The part of the file that follows; None if there is nothing yet, and then `place` is where the log ends."""
-        while True:
-            with self.log.changed:
-                if self._segment is not None:
-                    if self._at < self._segment.end:
-                        return self._at, self._segment.end
-                    self.place = self._segment.tail
-                if self.place[:2] == self.log.tail[:2]:
-                    return None
-                segments = self.log._segments
-                following = next((s for s in segments if s is not self._segment and s.base == self.place), None)
-            if following is None:
-                raise StoreError(f"what follows message {self.place.seq} was dropped from the log")
-            self._open(following)
-
-    def skip(self, at: int) -> None:
-        """Moves on within the region."""
-        self._at = at
-
-    def advance(self, at: int, place: Place) -> None:
-        """Moves on to a place in the same file."""
-        self._at, self.place = at, place
-
-    def message(self) -> tuple[int, int, bool, list[memoryview]] | None:
-        """The next whole message: sequence number, kind, whether it was given up, and its parts; None if not there."""
-        assert self._lends  # the parts outlive this cursor
-        parts: list[memoryview] = []
-        start = self._segment, self._at, self.place
-        while True:
-            region = self.region()
-            if region is None:
-                if self._segment is not start[0] and start[0] is not None:
-                    self._open(start[0])
-                _, self._at, self.place = start
-                return None
-            assert self.map is not None
-            at, end = region
-            view = memoryview(self.map)
-            while at < end:
-                _, length, seq, offset, flags, kind, checksum = HEADER.unpack_from(self.map, at)
-                begin = at + HEADER.size
-                if length:
-                    parts.append(view[begin : begin + length])
-                at = begin + length
-                if flags & LAST:
-                    self.advance(at, Place(seq, 0, checksum))
-                    return seq, kind, bool(flags & ABORTED), parts
-                self.advance(at, Place(seq - 1, offset + length, checksum))
-
-    def _open(self, segment: _Segment) -> mmap.mmap:
-        self.close()
-        with self.log.changed:  # so that it is not put to another use before it is known to be read
-            if segment not in self.log._segments:
-                raise StoreError(f"what follows message {segment.base.seq} was dropped from the log")
-            if segment.map is not None and not self._lends:
-                segment.num_users += 1
-                self.map = segment.map
-            else:
-                self.fd = os.open(segment.path, os.O_RDONLY | os.O_CLOEXEC)
-                self.map = mmap.mmap(self.fd, 0, access=mmap.ACCESS_READ)
-                segment.lent.add(self.map)
-        self._segment = segment
-        self._at = _BEGIN
-        return self.map
 
 
 def _mapped(fd: int, size: int) -> mmap.mmap:

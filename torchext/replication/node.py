@@ -17,8 +17,8 @@ from typing import Any
 from torchext.replication import message
 from torchext.replication.config import Config, load_config, make_site
 from torchext.replication.core import RECEIVED, Core
+from torchext.replication.cursor import Cursor
 from torchext.replication.errors import DivergedError, ReplicationError, StabilityTimeoutError, StoreFullError
-from torchext.replication.log import Cursor
 from torchext.replication.mesh import Mesh
 from torchext.replication.message import Message
 from torchext.replication.predicates import ACKS, Counter, dual
