@@ -56,6 +56,7 @@ class PhantasyCheckpoint(Callback):
         timeout: How long to wait for the standby before it counts as lost, in seconds.
         num_streams: Connections that carry the state, for TCP.
         huge_pages: Whether to use huge pages of hugetlb; None: if there are some.
+        audit_every_n_steps: After how many steps all of the standby's copy is checked; 0: never.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class PhantasyCheckpoint(Callback):
         timeout: float | timedelta = 30.0,
         num_streams: int = 4,
         huge_pages: bool | None = None,
+        audit_every_n_steps: int = 0,
     ) -> None:
         super().__init__()
         if every_n_steps < 1:
@@ -89,6 +91,7 @@ class PhantasyCheckpoint(Callback):
             "timeout": timeout,
             "num_streams": num_streams,
             "huge_pages": huge_pages,
+            "audit_every_n_steps": audit_every_n_steps,
         }
         self._identity: Identity | None = None
         self._publisher: Publisher | None = None

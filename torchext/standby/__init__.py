@@ -17,12 +17,13 @@ from torchext.standby.errors import (
     StandbyLostError,
     StateMismatchError,
 )
-from torchext.standby.publisher import StandbyLostWarning
+from torchext.standby.publisher import MissedChangeWarning, StandbyLostWarning
 from torchext.standby.replicator import Replicator, Restored
 
 __all__ = [
     "CorruptStateError",
     "FencedError",
+    "MissedChangeWarning",
     "NoStateError",
     "Replicator",
     "Restored",

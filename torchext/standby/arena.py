@@ -14,7 +14,6 @@ import torch
 _HUGE_PAGE = 1 << 21
 _ALIGNMENT = 64
 NONCE_BYTES = 16  # at the start of a segment: they say which segment it is
-_FIRST_LINE_BYTES = 64  # which nothing else lies in
 _MFD_HUGE_2MB = 21 << 26
 
 logger = logging.getLogger(__name__)
@@ -76,23 +75,25 @@ class Arena:
 
     Args:
         huge_pages: None tries 2 MiB pages of hugetlb and takes ordinary ones where there are none.
+        alignment: Of slots within their segment, in bytes; a power of two, at least 64.
     """
 
-    def __init__(self, *, huge_pages: bool | None = None) -> None:
+    def __init__(self, *, huge_pages: bool | None = None, alignment: int = _ALIGNMENT) -> None:
         self.segments: list[Segment] = []
         self._huge_pages = huge_pages
+        self._alignment = alignment
         self._free: dict[Segment, list[tuple[int, int]]] = {}  # (offset, size) in order of offset
         self._zombies: list[Slot] = []  # freed while tensors of the user still looked at them
 
     def reserve(self, size_bytes: int, num_slots: int = 1) -> None:
         """Makes sure that so much more can be allocated without another segment."""
-        needed = size_bytes + num_slots * _ALIGNMENT
+        needed = size_bytes + num_slots * self._alignment
         if not any(size >= needed for holes in self._free.values() for _, size in holes):
             self._add_segment(needed)
 
     def allocate(self, size_bytes: int) -> Slot:
         """Takes memory for one entry; its contents are undefined."""
-        size = max(_ALIGNMENT, -(-size_bytes // _ALIGNMENT) * _ALIGNMENT)
+        size = self._rounded(size_bytes)
         self._reclaim()
         for segment, holes in self._free.items():
             for i, (offset, hole) in enumerate(holes):
@@ -119,8 +120,11 @@ class Arena:
     def _slot(self, segment: Segment, offset: int, size_bytes: int) -> Slot:
         return Slot(segment, offset, size_bytes, segment.tensor(offset, size_bytes), segment.address + offset)
 
+    def _rounded(self, size_bytes: int) -> int:
+        return max(self._alignment, -(-size_bytes // self._alignment) * self._alignment)
+
     def _add_segment(self, size_bytes: int) -> None:
-        size_bytes += _FIRST_LINE_BYTES
+        size_bytes += self._alignment  # the nonce lies there
         segment = None
         if self._huge_pages is not False:
             try:
@@ -136,7 +140,7 @@ class Arena:
         if segment is None:
             segment = Segment(size_bytes, huge_pages=False)
         self.segments.append(segment)
-        self._free[segment] = [(_FIRST_LINE_BYTES, segment.size_bytes - _FIRST_LINE_BYTES)]
+        self._free[segment] = [(self._alignment, segment.size_bytes - self._alignment)]
 
     def _reclaim(self) -> None:
         kept = []
@@ -148,7 +152,7 @@ class Arena:
         self._zombies = kept
 
     def _put_back(self, slot: Slot) -> None:
-        size = max(_ALIGNMENT, -(-slot.size_bytes // _ALIGNMENT) * _ALIGNMENT)
+        size = self._rounded(slot.size_bytes)
         holes = sorted([*self._free[slot.segment], (slot.offset, size)])
         merged: list[tuple[int, int]] = []
         for offset, hole in holes:

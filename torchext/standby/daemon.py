@@ -109,6 +109,7 @@ class Daemon:
                 self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._listener.bind(target)
             self._listener.listen(64)
+            self._listener.settimeout(_PAUSE_S)  # here, as `stop` may come before `serve`
         except BaseException:
             self._listener.close()
             raise
@@ -131,7 +132,6 @@ class Daemon:
 
     def serve(self) -> None:
         """Accepts connections, each in a thread of its own, until `stop` is called or `linger_s` has passed."""
-        self._listener.settimeout(_PAUSE_S)
         while not self._stopping.is_set() and not self._is_idle():
             if self.strangers.acquire(timeout=_PAUSE_S) and not self._accept():
                 self.strangers.release()
@@ -466,10 +466,12 @@ class Session(threading.Thread):
         assert index is not None
         with rank.hold():
             num_bytes = rank.images.write(index, step, bytes(data[:tree_bytes]), self._sizes, changes, source)
+            held = rank.images.images[index].entries if words["audit"] else {}
+            checksums = [[number, each.checksum] for number, each in held.items()]
         with self._daemon.changed:
             rank.stats["commits"] += 1
             rank.stats["bytes"] += num_bytes
-        self._send({"pulled": step, "bytes": num_bytes})
+        self._send({"pulled": step, "bytes": num_bytes, "checksums": checksums})
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         """Until the condition holds. The training process bounds the wait: it hangs up when it gives up."""

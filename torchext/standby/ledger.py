@@ -14,6 +14,7 @@ from torchext._native import standby as native
 from torchext.standby import tree as trees
 from torchext.standby.arena import Arena, Slot
 from torchext.standby.changes import Changes, Rows
+from torchext.standby.pages import PAGE_BYTES, PageTracking
 
 
 @dataclass(eq=False)
@@ -74,6 +75,7 @@ class Ledger:
         optimizers: Whose parameters and moments to adopt.
         huge_pages: See `Arena`.
         track_rows: Whether rows of sparse gradients are told apart.
+        pages: Says what changed of that which was adopted, in place of the optimizers.
     """
 
     def __init__(
@@ -83,11 +85,13 @@ class Ledger:
         *,
         huge_pages: bool | None,
         track_rows: bool,
+        pages: PageTracking | None = None,
     ) -> None:
         self.modules = modules
         self.optimizers = optimizers
         self._track_rows = track_rows
-        self._arena = Arena(huge_pages=huge_pages)
+        self._pages = pages
+        self._arena = Arena(huge_pages=huge_pages, **({} if pages is None else {"alignment": PAGE_BYTES}))
         # Numbers start anywhere, so that they differ from those of the process before, whose images may be in use.
         self._next_number = secrets.randbits(40) << 20
         self._known: dict[int, Entry] = {}  # what the standby knows, by number
@@ -107,6 +111,8 @@ class Ledger:
 
     def mark_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes what an optimizer has just changed; call it before the gradients are cleared."""
+        if self._pages is not None:
+            return
         for group in optimizer.param_groups:
             rows_only = self._track_rows and _keeps_to_rows(optimizer, group)
             for parameter in group["params"]:
@@ -141,6 +147,9 @@ class Ledger:
 
     def written_since(self) -> list[Entry]:
         """Adopted entries that somebody has changed in place since they were last accounted for."""
+        if self._pages is not None:
+            numbers = self._pages.written(self._adopted())
+            return [e for entries in (self._owned, self._frozen) for e in entries.values() if e.number in numbers]
         written = [
             entry
             for entries in (self._owned, self._frozen)
@@ -168,6 +177,8 @@ class Ledger:
         for entry in self._copies[self._num_copies :]:
             self._remove(entry)
         del self._copies[self._num_copies :]
+        if self._pages is not None:
+            self._pages.take(self._arena.segments, self._adopted(), self._pending)
         added, removed = list(self._added.values()), self._removed
         self._added, self._removed = {}, []
         self._known.update((entry.number, entry) for entry in added)
@@ -191,6 +202,17 @@ class Ledger:
         self._removed = []
         self._known.clear()
 
+    def checksums(self) -> dict[int, int]:
+        """Of every entry as it is now, by number."""
+        return {
+            number: native.checksum(entry.slot.address, entry.slot.size_bytes) for number, entry in self._known.items()
+        }
+
+    def missed(self, numbers: Iterable[int]) -> list[str]:
+        """These entries are other ones at the standby: the next publication brings them whole. Returns their names."""
+        self._pending.add_whole(numbers)
+        return [self._known[number].name for number in numbers]
+
     def entry(self, number: int) -> torch.Tensor:
         """The bytes of an entry: (size,) uint8. From any thread, between a publication and the next."""
         return self._known[number].slot.base
@@ -202,7 +224,12 @@ class Ledger:
 
     def close(self) -> None:
         """Gives up the files of the shared memory; the tensors stay where they are."""
+        if self._pages is not None:
+            self._pages.close()
         self._arena.close()
+
+    def _adopted(self) -> list[tuple[int, Slot]]:
+        return [(e.number, e.slot) for entries in (self._owned, self._frozen) for e in entries.values()]
 
     def _find(self, tensor: torch.Tensor) -> int | None:
         entry = self._by_address.get(tensor.data_ptr())
@@ -268,7 +295,11 @@ class Ledger:
         self._forget_all_but(self._frozen, frozen)
         if fresh:
             self._arena.reserve(sum(tensor.nbytes for *_, tensor, _ in fresh), len(fresh))
+            paths = {id(p): f"{name}.{path}" for name, m in self.modules.items() for path, p in m.named_parameters()}
             for entries, key, name, tensor, moments in fresh:
+                found = paths.get(key[0] if isinstance(key, tuple) else key)
+                if found is not None:
+                    name = found if moments is None else f"{key[2]} of {found}"
                 self._adopt(entries, key, name, tensor, moments)
         for entry in self.written_since():
             # A parameter of no optimizer that changes all the same is copied from now on.

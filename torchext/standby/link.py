@@ -118,8 +118,8 @@ class Link:
         """What this rank committed beyond the step does not count any more."""
         wire.send(self._sock, {"op": "resume", "step": step})
 
-    def publish(self, step: int, publication: Publication) -> None:
-        """Tells the standby what to pull; does not wait."""
+    def publish(self, step: int, publication: Publication, *, audit: bool = False) -> None:
+        """Tells the standby what to pull, and whether to say the checksums of all that it has then; does not wait."""
         changes, data = publication.changes.to_wire()
         added = [
             [e.number, e.slot.size_bytes, e.slot.segment.descriptor, e.slot.offset, e.slot.segment.nonce.hex()]
@@ -132,13 +132,19 @@ class Link:
             "removed": publication.removed,
             "changes": changes,
             "tree_bytes": len(publication.tree),
+            "audit": audit,
         }
         wire.send(self._sock, words, publication.tree + data)
 
-    def wait_pulled(self, step: int) -> None:
-        """Blocks until the standby has everything of the step, or the timeout has passed."""
+    def wait_pulled(self, step: int) -> dict[int, int]:
+        """Blocks until the standby has everything of the step, or the timeout has passed.
+
+        Returns:
+            Of an audited step, the checksum of each entry at the standby by its number; else nothing.
+        """
         answer = self._answer("pulled", step)
         self.bytes_pulled += answer["bytes"]
+        return dict(answer["checksums"])
 
     def seal(self, step: int) -> None:
         """The step, pulled whole, is to count; does not wait."""

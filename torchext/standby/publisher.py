@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -26,19 +26,26 @@ require_native()
 
 from torchext.standby.ledger import Ledger, Publication  # noqa: E402
 from torchext.standby.link import Identity, Link, State, open_link  # noqa: E402
+from torchext.standby.pages import PageTracking  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
 Mode = Literal["lag1", "rpo0"]
-Tracking = Literal["owner", "rows", "auto"]
+Tracking = Literal["owner", "pages", "rows", "auto"]
 Transport = Literal["auto", "local", "tcp"]
 OnStandbyLoss = Literal["degrade", "raise"]
 
 _RETRY_S = 2.0
 
+_Result = TypeVar("_Result")
+
 
 class StandbyLostWarning(UserWarning):
     """Training goes on without a standby."""
+
+
+class MissedChangeWarning(UserWarning):
+    """An audit has found that the standby's copy is not the state: something changed that tracking did not see."""
 
 
 class Publisher:
@@ -66,17 +73,26 @@ class Publisher:
         timeout: float | timedelta,
         num_streams: int,
         huge_pages: bool | None,
+        audit_every_n_steps: int,
         gate_in_optimizers: bool,
     ) -> None:
         for name, value, choices in (
             ("mode", mode, ("lag1", "rpo0")),
-            ("tracking", tracking, ("owner", "rows", "auto")),
+            ("tracking", tracking, ("owner", "pages", "rows", "auto")),
             ("transport", transport, ("auto", "local", "tcp")),
             ("on_standby_loss", on_standby_loss, ("degrade", "raise")),
         ):
             if value not in choices:
                 raise ValueError(f"{name} has to be one of {', '.join(choices)}, got {value!r}")
-        self.ledger = Ledger(modules, optimizers, huge_pages=huge_pages, track_rows=tracking != "owner")
+        if audit_every_n_steps < 0:
+            raise ValueError(f"audit_every_n_steps has to be at least 0 (0: no audits), got {audit_every_n_steps}")
+        pages = _track_pages() if tracking == "pages" else None
+        self.ledger = Ledger(
+            modules, optimizers, huge_pages=huge_pages, track_rows=tracking in ("rows", "auto"), pages=pages
+        )
+        self._audit_every_n_steps = audit_every_n_steps
+        self._audited: int | None = None  # the last step that was
+        self._expected: dict[int, int] | None = None  # checksums of the step in flight, if it is audited
         self.step: int | None = None
         self.stalled_s = 0.0
         self._standby = standby
@@ -165,7 +181,9 @@ class Publisher:
             link.check()
             publication = self.ledger.publish(collect)
             self._in_flight = step, publication
-            link.publish(step, publication)
+            audit = self._is_audit_due(step)
+            link.publish(step, publication, audit=audit)
+            self._expected = self.ledger.checksums() if audit else None  # while it pulls
             self.step = step
             if self._mode == "rpo0" and self.gate():
                 self._timed(lambda: link.wait_committed(step))
@@ -192,7 +210,7 @@ class Publisher:
         link = self._link
         try:
             link.check()
-            self._timed(lambda: link.wait_pulled(step))
+            checksums = self._timed(lambda: link.wait_pulled(step))
             written = self.ledger.written_since()
             self._in_flight = None
             if written:
@@ -205,6 +223,9 @@ class Publisher:
                     step,
                     ", ".join(entry.name for entry in written[:3]),
                 )
+            elif not self._is_as_expected(step, checksums):
+                link.drop(step)
+                self.ledger.take_back(publication)
             else:
                 link.seal(step)
                 self._has_warned = False
@@ -266,10 +287,36 @@ class Publisher:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.ledger.mark_step(optimizer)
 
-    def _timed(self, wait: Any) -> None:
+    def _is_audit_due(self, step: int) -> bool:
+        every = self._audit_every_n_steps
+        if not every or (self._audited is not None and step - self._audited < every):
+            return False
+        self._audited = step
+        return True
+
+    def _is_as_expected(self, step: int, checksums: dict[int, int]) -> bool:
+        """Whether an audited step arrived as it is; says what did not."""
+        if self._expected is None:
+            return True
+        expected, self._expected = self._expected, None
+        missed = [number for number, checksum in expected.items() if checksums.get(number) != checksum]
+        if not missed:
+            return True
+        names = self.ledger.missed(missed)
+        warnings.warn(
+            f"step {step} is not committed: an audit found that {', '.join(names[:3])}"
+            f"{f' and {len(names) - 3} more' * (len(names) > 3)} changed unseen, some time since the audit before; "
+            "the next commit brings them whole. Find out who changes them in place (.data, numpy, a library's own "
+            "kernels), or use tracking='pages'",
+            MissedChangeWarning,
+            stacklevel=4,
+        )
+        return False
+
+    def _timed(self, wait: Callable[[], _Result]) -> _Result:
         start = time.perf_counter()
         try:
-            wait()
+            return wait()
         finally:
             self.stalled_s += time.perf_counter() - start
 
@@ -322,6 +369,14 @@ class Publisher:
             self._link.close()
         self._link = None
         self._in_flight = None
+
+
+def _track_pages() -> PageTracking | None:
+    try:
+        return PageTracking()
+    except OSError as error:
+        logger.warning("tracking='pages' is not possible here, using tracking='owner': %s", error)
+        return None
 
 
 class _Reconnect:

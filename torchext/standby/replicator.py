@@ -87,11 +87,15 @@ class Replicator:
             standby holds the step.
         tracking: What of a parameter counts as changed by an optimizer's step: ``"owner"``, all of it where it has a
             gradient; ``"rows"``, the rows of a sparse gradient where the optimizer keeps to them; ``"auto"`` is rows.
+            ``"pages"``: the pages that anybody has written to, as the kernel saw it (Linux 6.7 or later, else owner
+            and a message); a dense optimizer is slowed down by it without `huge_pages`.
         transport: ``"local"``: the standby reads this process's memory; ``"tcp"``; ``"auto"``: what is possible.
         on_standby_loss: ``"degrade"``: warn once, train on, catch up when it is back; ``"raise"``.
         timeout: How long to wait for the standby before it counts as lost, in seconds.
         num_streams: Connections that carry the state, for TCP.
         huge_pages: True: 2 MiB pages of hugetlb or an error; None: if the system has some; False: not.
+        audit_every_n_steps: After so many steps the commit's checksums are compared with those of the whole state;
+            `MissedChangeWarning` names what changed without being tracked. 0: never.
 
     Raises:
         ImportError: The native core is missing; the message says how to get it.
@@ -117,6 +121,7 @@ class Replicator:
         timeout: float | timedelta = 30.0,
         num_streams: int = 4,
         huge_pages: bool | None = None,
+        audit_every_n_steps: int = 0,
     ) -> None:
         self._models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -140,6 +145,7 @@ class Replicator:
             timeout=timeout,
             num_streams=num_streams,
             huge_pages=huge_pages,
+            audit_every_n_steps=audit_every_n_steps,
             gate_in_optimizers=True,
         )
 

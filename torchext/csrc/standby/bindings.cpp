@@ -1,9 +1,14 @@
 #include "bindings.hpp"
 
+#include <pybind11/stl.h>
+
 #include <stdexcept>
 #include <string>
+#include <system_error>
 
 #include "checksum.hpp"
+#include "heartbeat.hpp"
+#include "pages.hpp"
 
 namespace py = pybind11;
 
@@ -45,6 +50,22 @@ void bind(py::module_& m) {
             return standby::update(pointer(to), pointer(from), size);
         },
         py::arg("to"), py::arg("source"), py::arg("size"), no_gil);
+#if defined(__linux__)
+    py::register_local_exception_translator([](std::exception_ptr thrown) {
+        try {
+            if (thrown) std::rethrow_exception(thrown);
+        } catch (const std::system_error& error) {
+            PyErr_SetObject(PyExc_OSError, py::make_tuple(error.code().value(), error.what()).ptr());
+        }
+    });
+    py::class_<PageTracker>(m, "PageTracker", "Which pages of a mapping were written.")
+        .def(py::init<std::uintptr_t, std::size_t>(), py::arg("address"), py::arg("size"))
+        .def("scan", &PageTracker::scan, py::arg("rearm"), no_gil)
+        .def("close", &PageTracker::close, "Lifts the protection. Idempotent.");
+    py::class_<Heartbeat>(m, "Heartbeat", "Sends a byte over a socket again and again, whoever holds the GIL.")
+        .def(py::init<int, int>(), py::arg("descriptor"), py::arg("interval_ms"), no_gil)
+        .def("stop", &Heartbeat::stop, "Ends the thread. Idempotent.", no_gil);
+#endif
 }
 
 }  // namespace torchext::standby
