@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import logging
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning
@@ -14,14 +16,16 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 
-from torchext.standby import rng
-from torchext.standby.errors import NoStateError, StandbyError
+from torchext.standby import persist, rng
+from torchext.standby.errors import NoStateError, StandbyError, StandbyLostError
 from torchext.standby.link import Identity, open_link
-from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport
+from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport, resume_from
 from torchext.standby.replicator import default_job
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
+
+logger = logging.getLogger(__name__)
 
 SCHEME = "phantasy://"
 _KEY = "torchext_standby"  # what this adds to a checkpoint
@@ -57,6 +61,8 @@ class PhantasyCheckpoint(Callback):
         num_streams: Connections that carry the state, for TCP.
         huge_pages: Whether to use huge pages of hugetlb; None: if there are some.
         audit_every_n_steps: After how many steps all of the standby's copy is checked; 0: never.
+        persist_dir: Where the standby writes states to disk, on its host; ``auto`` takes the newest of both.
+        persist_every_n_commits: How often.
     """
 
     def __init__(
@@ -73,6 +79,8 @@ class PhantasyCheckpoint(Callback):
         num_streams: int = 4,
         huge_pages: bool | None = None,
         audit_every_n_steps: int = 0,
+        persist_dir: str | Path | None = None,
+        persist_every_n_commits: int = 0,
     ) -> None:
         super().__init__()
         if every_n_steps < 1:
@@ -92,6 +100,8 @@ class PhantasyCheckpoint(Callback):
             "num_streams": num_streams,
             "huge_pages": huge_pages,
             "audit_every_n_steps": audit_every_n_steps,
+            "persist_dir": persist_dir,
+            "persist_every_n_commits": persist_every_n_commits,
         }
         self._identity: Identity | None = None
         self._publisher: Publisher | None = None
@@ -178,22 +188,37 @@ class PhantasyCheckpoint(Callback):
         address, _, wanted = path.removeprefix(SCHEME).rpartition("/")
         if not address or not (wanted in ("latest", "auto") or wanted.isdigit()):
             raise ValueError(f"expected ckpt_path={SCHEME}HOST:PORT/STEP, with a number, latest or auto, got {path!r}")
-        assert self._identity is not None
+        step = int(wanted) if wanted.isdigit() else None
+        state = self._state(address, step, try_disk=wanted != "latest")
+        if state is not None:
+            checkpoint: dict[str, Any] = state.tree
+            return checkpoint
+        if wanted == "auto":
+            return _Nothing({"pytorch-lightning_version": lightning.__version__})
+        raise NoStateError(f"the standby at {address} holds no complete state of job {self._job or default_job()!r}")
+
+    def _state(self, address: str, step: int | None, *, try_disk: bool) -> persist.State | None:
+        """The state of a step, or the last one; None if there is none."""
+        identity, directory = self._identity, self._options["persist_dir"]
+        assert identity is not None
+        on_disk = persist.steps(directory, identity.job) if try_disk and directory is not None else []
+
+        def load(step: int | None) -> persist.State:
+            return persist.load(directory, identity.job, rank=identity.rank, world_size=identity.world_size, step=step)
+
         timeout_s = self._timeout.total_seconds() if isinstance(self._timeout, timedelta) else float(self._timeout)
-        link = open_link(address, self._identity, transport=self._transport, timeout_s=timeout_s)
+        try:
+            link = open_link(address, identity, transport=self._transport, timeout_s=timeout_s)
+        except (OSError, StandbyLostError) as error:
+            if not on_disk or (step is not None and step not in on_disk):
+                raise StandbyLostError(f"the standby at {address} cannot be reached: {error}") from error
+            logger.warning("the standby at %s cannot be reached (%s); going on from the disk", address, error)
+            return load(step)
         try:
             link.claim(take_over=True, num_streams=0, find=lambda _: torch.empty(0))
-            try:
-                state = link.fetch(int(wanted) if wanted.isdigit() else None)
-            except NoStateError:
-                if wanted != "auto":
-                    raise
-                return _Nothing({"pytorch-lightning_version": lightning.__version__})
-            link.resume(state.step)
+            return resume_from(link, step, on_disk, load)
         finally:
             link.close()
-        checkpoint: dict[str, Any] = state.tree
-        return checkpoint
 
     def _end(self, *, finished: bool) -> None:
         if self._publisher is not None:

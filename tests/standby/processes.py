@@ -5,6 +5,9 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +16,21 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
-def start_standby(*options: str, listen: str = "127.0.0.1:0") -> tuple[subprocess.Popen[str], str]:
-    """Starts ``torchext standby`` and returns once it listens."""
+def until(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
+    """Waits for something that another thread or process does."""
+    end = time.monotonic() + deadline_s
+    pause = threading.Event()
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s:g} s"
+        pause.wait(0.002)
+
+
+def start_standby(
+    *options: str, listen: str = "127.0.0.1:0", before: Sequence[str] = ()
+) -> tuple[subprocess.Popen[str], str]:
+    """Starts ``torchext standby``, with words before its command, and returns once it listens."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "torchext", "standby", "--listen", listen, *options],
+        [*before, sys.executable, "-m", "torchext", "standby", "--listen", listen, *options],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

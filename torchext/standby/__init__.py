@@ -17,7 +17,7 @@ from torchext.standby.errors import (
     StandbyLostError,
     StateMismatchError,
 )
-from torchext.standby.publisher import MissedChangeWarning, StandbyLostWarning
+from torchext.standby.publisher import MissedChangeWarning, PersistWarning, StandbyLostWarning
 from torchext.standby.replicator import Replicator, Restored
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "FencedError",
     "MissedChangeWarning",
     "NoStateError",
+    "PersistWarning",
     "Replicator",
     "Restored",
     "StandbyError",

@@ -77,6 +77,12 @@ class Book:
         member.begun = None
         member.images = [record if record is None or record <= found else None for record in member.images]
 
+    def start_over(self, rank: int, run: str) -> None:
+        """Goes on from a state that is not held here: nothing that the rank wrote counts any more."""
+        member = self._owned(rank, run)
+        member.begun = None
+        member.images = [None, None]
+
     def begin(self, rank: int, run: str, step: int) -> int | None:
         """Starts to write an image.
 

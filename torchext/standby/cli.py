@@ -187,14 +187,21 @@ def _export(argv: list[str]) -> int:
     parser.add_argument("file", metavar="FILE", help="of a Lightning job, an ordinary Lightning checkpoint")
     parser.add_argument("--job", help="may be left out where there is only one")
     parser.add_argument("--rank", type=int, default=0, help="whose state (default 0)")
+    parser.add_argument("--persisted", metavar="DIR", help="take it from this persist_dir (needs --job)")
     options = parser.parse_args(argv)
     if options.step != "latest" and not options.step.isdigit():
         parser.error(f"STEP has to be a number or latest, got {options.step!r}")
+    if options.persisted is not None and options.job is None:
+        parser.error("--persisted needs --job")
     require_native()
     from torchext.standby.link import fetch
+    from torchext.standby.persist import load
 
     step = None if options.step == "latest" else int(options.step)
-    state = fetch(options.standby, _job_of(options.standby, options.job), rank=options.rank, step=step)
+    if options.persisted is not None:
+        state = load(options.persisted, options.job, rank=options.rank, step=step)
+    else:
+        state = fetch(options.standby, _job_of(options.standby, options.job), rank=options.rank, step=step)
     write_checkpoint(state.tree, Path(options.file))
     print(f"step {state.step} written to {options.file}")
     return 0

@@ -8,16 +8,16 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torchext.standby import wire
-from torchext.standby.book import Book
 from torchext.standby.changes import Changes
 from torchext.standby.errors import FencedError, NoStateError, StandbyError, StateMismatchError
-from torchext.standby.images import Budget, Images
+from torchext.standby.images import Budget
+from torchext.standby.jobs import Job
+from torchext.standby.persist import Persister
 from torchext.standby.source import LocalSource, SharedMemory, TcpSource
 
 logger = logging.getLogger(__name__)
@@ -35,49 +35,6 @@ _CHUNK_BYTES = 1 << 20
 def boot_id() -> str:
     """Tells this host, as booted, from all others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-@dataclass
-class Rank:
-    """What the standby has of one rank of a job.
-
-    Attributes:
-        images: Its two images.
-        busy: Held while an image is written or read out; by the training process through `hold`.
-        wanted_since: When the training process began to wait for a reader, of `time.monotonic`.
-        session: The connection of the process that owns the rank, while there is one.
-        stats: For `status`.
-    """
-
-    images: Images
-    busy: threading.Lock = field(default_factory=threading.Lock)
-    wanted_since: float | None = None
-    session: Session | None = None
-    stats: dict[str, Any] = field(default_factory=lambda: {"commits": 0, "bytes": 0, "published": None, "at": None})
-
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
-        """Holds `busy` for the training process: a reader that has it ends soon."""
-        self.wanted_since = time.monotonic()
-        with self.busy:
-            self.wanted_since = None
-            yield
-
-
-class Job:
-    """One training job. All fields are guarded by the daemon's condition, but for the images (see `Rank.busy`)."""
-
-    def __init__(self, name: str, world_size: int, budget: Budget) -> None:
-        self.name = name
-        self.world_size = world_size
-        self.book = Book(world_size)
-        self.ranks = [Rank(Images(budget)) for _ in range(world_size)]
-        self.finished: set[int] = set()  # ranks whose training is over
-
-    def close(self) -> None:
-        """Frees the memory."""
-        for rank in self.ranks:
-            rank.images.close()
 
 
 class Daemon:
@@ -100,6 +57,7 @@ class Daemon:
         self._linger_s = linger_s
         self._last_used = time.monotonic()
         self._sessions: set[Session] = set()  # guarded by changed
+        self._discarded: list[Job] = []  # guarded by changed; their memory is freed without it
         self._stopping = threading.Event()
         self.strangers = threading.BoundedSemaphore(_MAX_STRANGERS)  # one for each connection until it is greeted
         family, target = wire.parse_address(listen)
@@ -173,9 +131,11 @@ class Daemon:
         for session in sessions:
             session.join()
         with self.changed:
-            for job in self.jobs.values():
-                job.close()
+            jobs = [*self.jobs.values(), *self._discarded]
             self.jobs.clear()
+            self._discarded.clear()
+        for job in jobs:
+            job.close()
 
     @property
     def is_stopping(self) -> bool:
@@ -194,7 +154,7 @@ class Daemon:
         with self.changed:
             if self._linger_s is None or any(session.hello for session in self._sessions):
                 return False
-            if self.jobs and all(len(job.finished) == job.world_size for job in self.jobs.values()):
+            if self.jobs and all(job.is_finished for job in self.jobs.values()):
                 return True
             return time.monotonic() - self._last_used > self._linger_s
 
@@ -216,7 +176,7 @@ class Daemon:
                     f"job {name!r} at the standby has a world size of {job.world_size}, this program one of "
                     f"{world_size}; go on with {job.world_size} ranks, or use another job name"
                 )
-            self._remove(job)
+            self._discard(job)
             return self.job(name, world_size)
         return job
 
@@ -229,14 +189,43 @@ class Daemon:
             session.close()
             session.join()
         with self.changed:
-            self._remove(job)
+            if self.jobs.get(name) is job:
+                self._discard(job)
+        self.free_discarded()
 
-    def _remove(self, job: Job) -> None:
+    def free_discarded(self) -> None:
+        """Frees the memory of jobs that are no more, once their last write has ended; do not hold `changed`."""
+        with self.changed:
+            jobs, self._discarded = self._discarded, []
+        for job in jobs:
+            job.close()
+
+    def persister(self, job: Job, wanted: dict[str, Any] | None) -> Persister | None:
+        """Lets states of a job be written to disk as its processes want it; returns what did so until now, to close.
+
+        Call it with `changed` held.
+        """
+        before = job.persister
+        if wanted is None or (before is not None and before.is_for(wanted["directory"], wanted["every_n_commits"])):
+            return None
+
+        def tell(sentence: str) -> None:
+            with self.changed:
+                sessions = [rank.session for rank in job.ranks if rank.session is not None]
+            for session in sessions:
+                session.notify(sentence)
+
+        job.persister = Persister(
+            job, wanted["directory"], wanted["every_n_commits"], budget=self.budget, changed=self.changed, tell=tell
+        )
+        return before
+
+    def _discard(self, job: Job) -> None:
         del self.jobs[job.name]
+        self._discarded.append(job)
         for rank in job.ranks:
             if rank.session is not None:
                 rank.session.close()
-        job.close()
 
     def status(self) -> dict[str, Any]:
         """What it holds: see `torchext standby status --json`."""
@@ -328,6 +317,11 @@ class Session(threading.Thread):
         with self._sending:
             wire.send(self._sock, words, data)
 
+    def notify(self, sentence: str) -> None:
+        """Tells the training process something that went wrong; from any thread."""
+        with contextlib.suppress(OSError):  # its own thread notices
+            self._send({"notice": sentence})
+
     def _leave(self) -> None:
         if self._job is not None:
             with self._daemon.changed:
@@ -400,6 +394,7 @@ class Session(threading.Thread):
                     f"rank {number} of job {job.name!r} is being trained by {before.peer}; end that, resume from the "
                     "standby to take over, or use another job name"
                 )
+        self._daemon.free_discarded()  # of another world size
         if before is not None:
             with contextlib.suppress(OSError):
                 before._sock.settimeout(1.0)
@@ -411,6 +406,7 @@ class Session(threading.Thread):
             with self._daemon.changed:
                 if self._daemon.jobs.get(job.name) is not job:
                     raise StandbyError(f"job {job.name!r} was removed while its rank {number} was claimed; try again")
+                persister = self._daemon.persister(job, words["persist"])
                 term = job.book.claim(number, run)
                 job.finished.discard(number)
                 self._job, self._rank_number = job, number
@@ -419,12 +415,19 @@ class Session(threading.Thread):
             self._sizes.clear()
             self.transport = words["transport"]
             self._source = LocalSource(self.hello["pid"]) if self.transport == "local" else TcpSource(words["streams"])
+        if persister is not None:
+            persister.close()
         self._send({"term": term, "steps": steps})
 
     def _resume(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()
         with self._daemon.changed:
-            job.book.resume(self._rank_number, self.hello["run"], words["step"])
+            if words["held"]:
+                job.book.resume(self._rank_number, self.hello["run"], words["step"])
+            else:
+                job.book.start_over(self._rank_number, self.hello["run"])
+            if job.persister is not None:
+                job.persister.forget_after(words["step"])
 
     def _finish(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()
@@ -492,7 +495,12 @@ class Session(threading.Thread):
             rank.images.seal(writing[0])
             rank.stats["at"] = time.time()
             latest = job.book.latest()
-            told = [each.session for each in job.ranks if each.session is not None] if latest != before else []
+            told = []
+            if latest != before:
+                told = [each.session for each in job.ranks if each.session is not None]
+                job.num_counted += 1
+                if job.persister is not None:
+                    job.persister.step_counts()
             self._daemon.changed.notify_all()
         for session in told:
             with contextlib.suppress(OSError):  # its own thread notices
@@ -553,7 +561,7 @@ class Session(threading.Thread):
                 if step is None:
                     step = job.book.latest()
                 if step is None:
-                    raise NoStateError(f"the standby holds no complete state of job {name!r}: {_progress(job)}")
+                    raise NoStateError(f"the standby holds no complete state of job {name!r}: {job.progress()}")
                 image = rank.images.images[job.book.image(number, step)]
             entries = [[n, held.slot.size_bytes, held.checksum] for n, held in sorted(image.entries.items())]
             words = {"step": step, "world_size": job.world_size, "entries": entries, "record": image.record}
@@ -573,14 +581,6 @@ class Session(threading.Thread):
                 raise
             finally:
                 self._sock.settimeout(before)
-
-
-def _progress(job: Job) -> str:
-    newest = [job.book.newest(rank) for rank in range(job.world_size)]
-    return ", ".join(
-        f"rank {rank} has {'nothing' if record is None else f'step {record.step}'}"
-        for rank, record in enumerate(newest)
-    )
 
 
 def _hung_up(sock: socket.socket) -> bool:

@@ -23,14 +23,14 @@ class Budget:
         self.used_bytes = 0  # guarded by _lock
         self._lock = threading.Lock()
 
-    def take(self, size_bytes: int) -> None:
-        """Reserves memory.
+    def take(self, size_bytes: int, *, spare_bytes: int = 0) -> None:
+        """Reserves memory, if so much more than that would be left.
 
         Raises:
             StandbyError: It would be more than the limit.
         """
         with self._lock:
-            if self.limit_bytes is not None and self.used_bytes + size_bytes > self.limit_bytes:
+            if self.limit_bytes is not None and self.used_bytes + size_bytes + spare_bytes > self.limit_bytes:
                 raise StandbyError(
                     f"the standby is out of memory: {size_bytes} bytes more are needed, {self.used_bytes} of "
                     f"{self.limit_bytes} are in use (--memory); a job takes twice the size of its state"
@@ -97,6 +97,7 @@ class Images:
         self.images = [Image(), Image()]
         self._arena = Arena()
         self._budget = budget
+        self._closed = False
 
     def write(self, index: int, step: int, tree: bytes, sizes: dict[int, int], changes: Changes, source: Source) -> int:
         """Makes an image the state of ``step``, all but its record.
@@ -116,6 +117,7 @@ class Images:
             StandbyError: Out of memory.
             OSError: The source is gone.
         """
+        self._check_open()
         image, other = self.images[index], self.images[1 - index]
         image.record = None
         self._free(image, [number for number in image.entries if number not in sizes])
@@ -145,6 +147,7 @@ class Images:
 
         Before, there is something only where this image was written twice running.
         """
+        self._check_open()
         image, other = self.images[index], self.images[1 - index]
         other.missing.forget([n for n in [*other.missing.whole, *other.missing.rows] if n not in image.entries])
         other.missing.merge(
@@ -153,6 +156,7 @@ class Images:
 
     def drop(self, index: int) -> None:
         """The image does not count; it is brought back to the other one when it is written next."""
+        self._check_open()
         image = self.images[index]
         image.record = None
         image.missing.add_whole([*self._last_changes.whole, *self._last_changes.rows])
@@ -162,10 +166,15 @@ class Images:
         return sum(held.slot.size_bytes for image in self.images for held in image.entries.values())
 
     def close(self) -> None:
-        """Frees all memory."""
+        """Frees all memory. Idempotent; nothing can be written afterwards."""
+        self._closed = True
         for image in self.images:
             self._free(image, list(image.entries))
         self._arena.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StandbyError("the job was removed from the standby")
 
     def _allocate(self, image: Image, sizes: dict[int, int]) -> None:
         total = sum(sizes.values())

@@ -25,6 +25,7 @@ from torchext.standby.daemon import boot_id
 from torchext.standby.errors import CorruptStateError, StandbyError, StandbyLostError
 from torchext.standby.images import record_of
 from torchext.standby.ledger import Publication
+from torchext.standby.persist import State
 from torchext.standby.source import serve
 
 _LOCAL_LINGER_S = 600.0
@@ -53,21 +54,6 @@ class Identity:
         return cls(job, rank, world_size, uuid.uuid4().hex)
 
 
-@dataclass(frozen=True)
-class State:
-    """A state as it was committed.
-
-    Attributes:
-        step: Of which step.
-        world_size: Of how many ranks.
-        tree: The state; its tensors are its own and on the CPU.
-    """
-
-    step: int
-    world_size: int
-    tree: Any
-
-
 class Link:
     """One connection; made by `open_link`. Not thread-safe.
 
@@ -75,6 +61,7 @@ class Link:
         transport: ``"local"`` or ``"tcp"``.
         committed: The step that counts, as far as this process has heard.
         bytes_pulled: What the standby has read in all.
+        notices: What it has said to have gone wrong, and nobody has taken out yet.
     """
 
     def __init__(self, sock: socket.socket, address: str, identity: Identity, timeout_s: float, is_local: bool) -> None:
@@ -90,16 +77,30 @@ class Link:
         self.transport = "local" if is_local else "tcp"
         self.committed: int | None = None
         self.bytes_pulled = 0
+        self.notices: list[str] = []
 
-    def claim(self, *, take_over: bool, num_streams: int, find: Callable[[int], torch.Tensor]) -> None:
+    def claim(
+        self,
+        *,
+        take_over: bool,
+        num_streams: int,
+        find: Callable[[int], torch.Tensor],
+        persist: dict[str, Any] | None = None,
+    ) -> None:
         """Becomes the owner of the rank, and opens the data streams where there are to be any.
+
+        Args:
+            take_over: Whether to fence a process that owns it and is connected.
+            num_streams: How many, over TCP.
+            find: Gives the bytes of an entry by its number.
+            persist: The ``directory`` that the standby is to write a state to after each ``every_n_commits``.
 
         Raises:
             StandbyError: Another process owns it and is connected, or the standby refuses for another reason.
         """
         streams = num_streams if self.transport == "tcp" else 0
         words = {"op": "claim", "take_over": take_over, "transport": self.transport, "streams": streams}
-        wire.send(self._sock, words)
+        wire.send(self._sock, {**words, "persist": persist})
         answer = self._answer("term")
         if answer["steps"]:
             self.committed = answer["steps"][-1]
@@ -114,9 +115,16 @@ class Link:
             thread.start()
             self._threads.append(thread)
 
-    def resume(self, step: int) -> None:
-        """What this rank committed beyond the step does not count any more."""
-        wire.send(self._sock, {"op": "resume", "step": step})
+    def resume(self, step: int, *, held: bool = True) -> None:
+        """What this rank committed beyond the step does not count any more.
+
+        Args:
+            step: The step.
+            held: Whether the standby holds it; else nothing that it holds counts.
+        """
+        wire.send(self._sock, {"op": "resume", "step": step, "held": held})
+        if not held:
+            self.committed = None
 
     def publish(self, step: int, publication: Publication, *, audit: bool = False) -> None:
         """Tells the standby what to pull, and whether to say the checksums of all that it has then; does not wait."""
@@ -223,6 +231,8 @@ class Link:
     def _take_note(self, words: dict[str, Any]) -> None:
         if "committed" in words:
             self.committed = words["committed"]
+        if "notice" in words:
+            self.notices.append(words["notice"])
         wire.raised(words)
 
 

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -24,8 +25,9 @@ from torchext.standby.errors import (
 
 require_native()
 
+from torchext.standby import persist  # noqa: E402
 from torchext.standby.ledger import Ledger, Publication  # noqa: E402
-from torchext.standby.link import Identity, Link, State, open_link  # noqa: E402
+from torchext.standby.link import Identity, Link, open_link  # noqa: E402
 from torchext.standby.pages import PageTracking  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,10 @@ _Result = TypeVar("_Result")
 
 class StandbyLostWarning(UserWarning):
     """Training goes on without a standby."""
+
+
+class PersistWarning(UserWarning):
+    """The standby could not write a state to disk; it tries again with a later one."""
 
 
 class MissedChangeWarning(UserWarning):
@@ -74,6 +80,8 @@ class Publisher:
         num_streams: int,
         huge_pages: bool | None,
         audit_every_n_steps: int,
+        persist_dir: str | Path | None,
+        persist_every_n_commits: int,
         gate_in_optimizers: bool,
     ) -> None:
         for name, value, choices in (
@@ -86,6 +94,13 @@ class Publisher:
                 raise ValueError(f"{name} has to be one of {', '.join(choices)}, got {value!r}")
         if audit_every_n_steps < 0:
             raise ValueError(f"audit_every_n_steps has to be at least 0 (0: no audits), got {audit_every_n_steps}")
+        if persist_every_n_commits < 0 or (persist_every_n_commits > 0) != (persist_dir is not None):
+            raise ValueError(
+                "persist_dir and persist_every_n_commits (at least 1) go together, got "
+                f"persist_dir={persist_dir!r} and persist_every_n_commits={persist_every_n_commits}"
+            )
+        self._persist_dir = None if persist_dir is None else str(Path(persist_dir).absolute())
+        self._persist_every_n_commits = persist_every_n_commits
         pages = _track_pages() if tracking == "pages" else None
         self.ledger = Ledger(
             modules, optimizers, huge_pages=huge_pages, track_rows=tracking in ("rows", "auto"), pages=pages
@@ -115,14 +130,14 @@ class Publisher:
 
     # --- the user's calls ---
 
-    def resume(self, step: int | None = None) -> State | None:
-        """Takes over the rank and fetches its state.
+    def resume(self, step: int | None = None) -> persist.State | None:
+        """Takes over the rank and fetches its state, from the disk where that has a later one.
 
         Args:
             step: None: the step that counts.
 
         Returns:
-            None where the standby holds no state.
+            None where there is no state.
 
         Raises:
             StandbyError: The standby cannot be reached, or refuses; or this process has committed steps already.
@@ -131,16 +146,20 @@ class Publisher:
             raise StandbyError(
                 f"restore() after commit() of step {self.step}: call it before the first commit, or in another process"
             )
+        on_disk = persist.steps(self._persist_dir, self._identity.job) if self._persist_dir is not None else []
         try:
             link: Link = self._linked(take_over=True)
-            try:
-                state = link.fetch(step)
-            except NoStateError:
-                return None
-            link.resume(state.step)
-        except OSError as error:
+            return resume_from(link, step, on_disk, self._load_from_disk)
+        except (OSError, StandbyLostError) as error:
+            if on_disk and step in (None, *on_disk) and self._on_standby_loss == "degrade":
+                self._lose(error)
+                return self._load_from_disk(step)
             raise StandbyLostError(f"the standby at {self._standby} cannot be reached: {error}") from error
-        return state
+
+    def _load_from_disk(self, step: int | None) -> persist.State:
+        i = self._identity
+        assert self._persist_dir is not None
+        return persist.load(self._persist_dir, i.job, rank=i.rank, world_size=i.world_size, step=step)
 
     def connect(self) -> None:
         """Claims the rank, if that was not done yet; call it before the first step.
@@ -178,7 +197,7 @@ class Publisher:
             if link is None:
                 self.step = step
                 return
-            link.check()
+            self._check(link)
             publication = self.ledger.publish(collect)
             self._in_flight = step, publication
             audit = self._is_audit_due(step)
@@ -209,7 +228,7 @@ class Publisher:
         step, publication = self._in_flight
         link = self._link
         try:
-            link.check()
+            self._check(link)
             checksums = self._timed(lambda: link.wait_pulled(step))
             written = self.ledger.written_since()
             self._in_flight = None
@@ -281,6 +300,15 @@ class Publisher:
 
     # --- within ---
 
+    def _check(self, link: Link) -> None:
+        """Raises or warns of what has gone wrong in the background since the last step."""
+        link.check()
+        while link.notices:
+            notice = link.notices.pop(0)
+            if self._on_standby_loss == "raise":
+                raise StandbyError(notice)
+            warnings.warn(f"{notice}; training goes on, a later state is tried", PersistWarning, stacklevel=4)
+
     def _before_step(self, *_: Any) -> None:
         self.gate()
 
@@ -333,7 +361,13 @@ class Publisher:
             link = found
             logger.info("the standby at %s is back; the next commit brings it the whole state", self._standby)
         try:
-            link.claim(take_over=take_over, num_streams=self._num_streams, find=self.ledger.entry)
+            wanted = {"directory": self._persist_dir, "every_n_commits": self._persist_every_n_commits}
+            link.claim(
+                take_over=take_over,
+                num_streams=self._num_streams,
+                find=self.ledger.entry,
+                persist=None if self._persist_dir is None else wanted,
+            )
         except BaseException:
             link.close()
             raise
@@ -369,6 +403,37 @@ class Publisher:
             self._link.close()
         self._link = None
         self._in_flight = None
+
+
+def resume_from(
+    link: Link, step: int | None, on_disk: list[int], load: Callable[[int | None], persist.State]
+) -> persist.State | None:
+    """The state of a step, by default the last one, of a standby whose rank was claimed, or from the disk.
+
+    Args:
+        link: Claimed.
+        step: None: the last.
+        on_disk: The steps that are there.
+        load: Reads one of them.
+
+    Returns:
+        None where there is none.
+    """
+    held = link.committed
+    if step is not None or not on_disk or (held is not None and held >= on_disk[-1]):
+        try:
+            state = link.fetch(step)
+        except NoStateError:
+            if step is None:
+                return None
+            if step not in on_disk:
+                raise
+        else:
+            link.resume(state.step)
+            return state
+    state = load(step)
+    link.resume(state.step, held=False)
+    return state
 
 
 def _track_pages() -> PageTracking | None:

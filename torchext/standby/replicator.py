@@ -96,6 +96,9 @@ class Replicator:
         huge_pages: True: 2 MiB pages of hugetlb or an error; None: if the system has some; False: not.
         audit_every_n_steps: After so many steps the commit's checksums are compared with those of the whole state;
             `MissedChangeWarning` names what changed without being tracked. 0: never.
+        persist_dir: Where the standby writes states to disk, on its host; `restore` takes one from there if the standby
+            has lost it. It warns of a full disk (or raises, see ``on_standby_loss``) and tries again.
+        persist_every_n_commits: How often. The last two states stay; a copy in the standby's memory is written.
 
     Raises:
         ImportError: The native core is missing; the message says how to get it.
@@ -122,6 +125,8 @@ class Replicator:
         num_streams: int = 4,
         huge_pages: bool | None = None,
         audit_every_n_steps: int = 0,
+        persist_dir: str | Path | None = None,
+        persist_every_n_commits: int = 0,
     ) -> None:
         self._models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
         self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
@@ -146,6 +151,8 @@ class Replicator:
             num_streams=num_streams,
             huge_pages=huge_pages,
             audit_every_n_steps=audit_every_n_steps,
+            persist_dir=persist_dir,
+            persist_every_n_commits=persist_every_n_commits,
             gate_in_optimizers=True,
         )
 
@@ -153,7 +160,7 @@ class Replicator:
         """Takes over the job and puts everything back to its last commit; call it on every rank before training.
 
         Args:
-            step: Another one that the standby still holds; None: the last.
+            step: Another one that the standby or the disk still holds; None: the last.
 
         Returns:
             None where the standby holds nothing of this job: a fresh start.
