@@ -19,6 +19,7 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _Prefet
 from torchext.standby import persist, rng
 from torchext.standby.errors import NoStateError, StandbyError, StandbyLostError
 from torchext.standby.link import Identity, open_link
+from torchext.standby.promote import await_promotion
 from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport, resume_from
 from torchext.standby.replicator import default_job
 
@@ -215,6 +216,7 @@ class PhantasyCheckpoint(Callback):
             logger.warning("the standby at %s cannot be reached (%s); going on from the disk", address, error)
             return load(step)
         try:
+            await_promotion(link, address)
             link.claim(take_over=True, num_streams=0, find=lambda _: torch.empty(0))
             return resume_from(link, step, on_disk, load)
         finally:

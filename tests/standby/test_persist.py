@@ -164,6 +164,7 @@ def test_all_ranks_are_written_together(daemon: Daemon, tmp_path: Path) -> None:
         load(tmp_path, "a/job", rank=0, world_size=1)
     with pytest.raises(StateMismatchError, match="ranks 0 to 1, rank 2 was asked for"):
         load(tmp_path, "a/job", rank=2)
+    until(lambda: steps(tmp_path, "a/job") == [1, 2])
     with pytest.raises(NoStateError, match=r"holds no step 7 of job 'a/job', only \[1, 2\]"):
         load(tmp_path, "a/job", rank=0, step=7)
 

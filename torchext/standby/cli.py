@@ -22,6 +22,7 @@ from torchext._optional import require_native
 from torchext.standby import wire
 from torchext.standby.errors import StandbyError
 
+_PROMOTION_HEARTBEAT_S = 0.8
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -69,12 +70,25 @@ def _serve(argv: list[str]) -> int:
         metavar="SECONDS",
         help="end when all trainings are over, or so long after the last has left",
     )
+    parser.add_argument(
+        "--promote",
+        metavar="COMMAND",
+        help="keep this training program running up to where it loads its state; it goes on when a process is lost",
+    )
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        metavar="SECONDS",
+        help="take a training process for lost after so long a silence (default: 0.8 with --promote, else never)",
+    )
     parser.add_argument("--background", action="store_true", help="return once it listens, and leave it running")
     parser.add_argument("--verbose", action="store_true", help="say who comes and goes")
     options = parser.parse_args(argv)
     try:
         memory = None if options.memory is None else parse_size(options.memory)
         wire.parse_address(options.listen)
+        if options.heartbeat is not None and options.heartbeat <= 0:
+            raise ValueError(f"--heartbeat has to be more than 0 s, got {options.heartbeat:g}")
     except ValueError as error:
         parser.error(str(error))
     require_native()
@@ -90,7 +104,14 @@ def _serve(argv: list[str]) -> int:
     signal.signal(signal.SIGTERM, stop)  # before it says that it is there
     with (
         contextlib.suppress(KeyboardInterrupt),
-        Daemon(options.listen, max_jobs=options.jobs, memory_bytes=memory, linger_s=options.linger) as daemon,
+        Daemon(
+            options.listen,
+            max_jobs=options.jobs,
+            memory_bytes=memory,
+            linger_s=options.linger,
+            heartbeat_s=_PROMOTION_HEARTBEAT_S if options.promote and not options.heartbeat else options.heartbeat,
+            promote=options.promote,
+        ) as daemon,
     ):
         print(f"standby listens on {daemon.address}", flush=True)
         if options.background and not _goes_on_in_background():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from torchext.standby.errors import FencedError, NoStateError, StandbyError, Sta
 from torchext.standby.images import Budget
 from torchext.standby.jobs import Job
 from torchext.standby.persist import Persister
+from torchext.standby.promote import Promoter
 from torchext.standby.source import LocalSource, SharedMemory, TcpSource
 
 logger = logging.getLogger(__name__)
@@ -45,10 +47,20 @@ class Daemon:
         max_jobs: How many jobs it holds at most.
         memory_bytes: What their images may take together; None: no limit.
         linger_s: Ends by itself once all trainings are over, or nobody has been connected for so long; None: never.
+        heartbeat_s: Takes a training process for lost after so long a silence; None: once its connection ends, which
+            the host of a process that is killed sees to, and for a host that is gone takes about 20 s.
+        promote: Command of a warm worker, which takes over when a training process is lost; see promote.py.
     """
 
     def __init__(
-        self, listen: str, *, max_jobs: int = 16, memory_bytes: int | None = None, linger_s: float | None = None
+        self,
+        listen: str,
+        *,
+        max_jobs: int = 16,
+        memory_bytes: int | None = None,
+        linger_s: float | None = None,
+        heartbeat_s: float | None = None,
+        promote: str | None = None,
     ) -> None:
         self.jobs: dict[str, Job] = {}  # guarded by changed
         self.changed = threading.Condition()
@@ -72,7 +84,8 @@ class Daemon:
             self._listener.close()
             raise
         self._family = family
-        self._listen = listen
+        self.heartbeat_s = heartbeat_s
+        self.promoter = None if promote is None else Promoter(promote, self.address)
 
     @property
     def address(self) -> str:
@@ -90,6 +103,8 @@ class Daemon:
 
     def serve(self) -> None:
         """Accepts connections, each in a thread of its own, until `stop` is called or `linger_s` has passed."""
+        if self.promoter is not None:
+            self.promoter.start()
         while not self._stopping.is_set() and not self._is_idle():
             if self.strangers.acquire(timeout=_PAUSE_S) and not self._accept():
                 self.strangers.release()
@@ -123,6 +138,8 @@ class Daemon:
         """Closes all connections, waits for their threads and frees all memory. Idempotent."""
         self._stopping.set()
         self._listener.close()
+        if self.promoter is not None:
+            self.promoter.stop()
         with self.changed:
             sessions = list(self._sessions)
             self.changed.notify_all()
@@ -244,6 +261,7 @@ class Daemon:
                             "published": published,
                             "lag": None if published is None or latest is None else published - latest,
                             "connected": rank.session is not None,
+                            "lost": number in job.heirs_wanted,
                             "peer": None if rank.session is None else rank.session.peer,
                             "transport": None if rank.session is None else rank.session.transport,
                             "term": job.book.term,
@@ -259,6 +277,7 @@ class Daemon:
                 "pid": os.getpid(),
                 "memory": {"used_bytes": self.budget.used_bytes, "limit_bytes": self.budget.limit_bytes},
                 "max_jobs": self.max_jobs,
+                "warm": None if self.promoter is None else self.promoter.warm_pid,
                 "jobs": jobs,
             }
 
@@ -280,6 +299,9 @@ class Session(threading.Thread):
         self._rank_number = 0
         self._source: LocalSource | TcpSource | None = None
         self._sizes: dict[int, int] = {}
+        self.is_superseded = False  # another process takes the rank over: guarded by the daemon's condition
+        self._watcher: threading.Thread | None = None
+        self._can_read_memory = False
 
     def close(self) -> None:
         """Makes the thread end soon; from any thread."""
@@ -298,7 +320,12 @@ class Session(threading.Thread):
                 self.hello = wire.accept(self._sock, _GREETING_TIMEOUT_S)
             finally:
                 self._daemon.strangers.release()
-            serve = {"primary": self._serve_primary, "data": self._serve_data, "reader": self._serve_reader}
+            serve = {
+                "primary": self._serve_primary,
+                "data": self._serve_data,
+                "heartbeat": self._serve_heartbeat,
+                "reader": self._serve_reader,
+            }
             role = self.hello["role"]
             if role != "reader":
                 self._check_rank()
@@ -317,17 +344,34 @@ class Session(threading.Thread):
         with self._sending:
             wire.send(self._sock, words, data)
 
+    def mark_lost(self) -> None:
+        """Lets warm workers take over, which ends this connection; its process may still come back before they do."""
+        with self._daemon.changed:
+            if self._job is not None and self._job.ranks[self._rank_number].session is self:
+                self._mark_lost(self._job)
+
+    def _mark_lost(self, job: Job) -> None:
+        if not self.is_superseded and self._rank_number not in job.finished:
+            job.heirs_wanted.update(range(job.world_size))  # when one rank is lost, all have to start again
+            self._daemon.changed.notify_all()
+
     def notify(self, sentence: str) -> None:
         """Tells the training process something that went wrong; from any thread."""
         with contextlib.suppress(OSError):  # its own thread notices
             self._send({"notice": sentence})
 
     def _leave(self) -> None:
-        if self._job is not None:
+        job = self._job
+        if job is not None:
             with self._daemon.changed:
-                rank = self._job.ranks[self._rank_number]
+                rank = job.ranks[self._rank_number]
                 if rank.session is self:
                     rank.session = None
+                    self._mark_lost(job)
+        if self._watcher is not None:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+            self._watcher.join()
         if self._source is not None:
             self._source.close()
         if not self._handed_over:
@@ -344,8 +388,14 @@ class Session(threading.Thread):
     def _serve_primary(self) -> None:
         self.peer = f"process {self.hello['pid']} on {self.hello['host']}"
         same_host = self.hello["boot_id"] == boot_id()
+        self._can_read_memory = same_host and self._can_read(self.hello["probe"])
         self._send(
-            {"boot_id": boot_id(), "pid": os.getpid(), "local": same_host and self._can_read(self.hello["probe"])}
+            {
+                "boot_id": boot_id(),
+                "pid": os.getpid(),
+                "local": self._can_read_memory,
+                "heartbeat_s": self._daemon.heartbeat_s,
+            }
         )
         self._sock.settimeout(None)  # it may compute for as long as it likes
         handlers: dict[str, Callable[[dict[str, Any], memoryview], None]] = {
@@ -355,6 +405,7 @@ class Session(threading.Thread):
             "drop": self._drop,
             "resume": self._resume,
             "finish": self._finish,
+            "warm": self._await_loss,
         }
         while True:
             words, data = wire.receive(self._sock)
@@ -388,12 +439,14 @@ class Session(threading.Thread):
             rank = job.ranks[number]
             if run in job.book.members[number].fenced:
                 raise FencedError(f"another process has taken over rank {number} of job {job.name!r} from this one")
-            before = rank.session
+            before = rank.session if rank.session is not self else None
             if before is not None and before.hello["run"] != run and not words["take_over"]:
                 raise FencedError(
                     f"rank {number} of job {job.name!r} is being trained by {before.peer}; end that, resume from the "
                     "standby to take over, or use another job name"
                 )
+            if before is not None:
+                before.is_superseded = True
         self._daemon.free_discarded()  # of another world size
         if before is not None:
             with contextlib.suppress(OSError):
@@ -409,12 +462,15 @@ class Session(threading.Thread):
                 persister = self._daemon.persister(job, words["persist"])
                 term = job.book.claim(number, run)
                 job.finished.discard(number)
+                job.heirs_wanted.discard(number)
                 self._job, self._rank_number = job, number
                 rank.session = self
                 steps = job.book.steps()
             self._sizes.clear()
             self.transport = words["transport"]
             self._source = LocalSource(self.hello["pid"]) if self.transport == "local" else TcpSource(words["streams"])
+        if self._can_read_memory and self._watcher is None:
+            self._watch(self.hello["pid"])
         if persister is not None:
             persister.close()
         self._send({"term": term, "steps": steps})
@@ -435,6 +491,69 @@ class Session(threading.Thread):
             if job.ranks[self._rank_number].session is not self:
                 raise FencedError(f"another process has taken over rank {self._rank_number} of job {job.name!r}")
             job.finished.add(self._rank_number)
+
+    def _await_loss(self, _: dict[str, Any], __: memoryview) -> None:
+        """Keeps a warm worker waiting until it is to take over."""
+        name, number = self.hello["job"], self.hello["rank"]
+
+        def is_wanted() -> bool:
+            job = self._daemon.jobs.get(name)
+            return job is not None and number in job.heirs_wanted
+
+        self._wait(is_wanted)
+        with self._daemon.changed:
+            self._daemon.jobs[name].heirs_wanted.discard(number)
+        logger.warning("job %s, rank %d: %s takes over", name, number, self.peer)
+        self._send({"promoted": True})
+        if self._daemon.promoter is not None:
+            self._daemon.promoter.has_promoted()
+
+    def _watch(self, pid: int) -> None:
+        """Ends the connection when the process does, even while a child that it forked keeps the socket open."""
+        try:
+            process = os.pidfd_open(pid)
+        except OSError:  # gone, which the connection shows, or a kernel without
+            return
+
+        def wait() -> None:
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            poll.register(self._sock, select.POLLRDHUP)
+            poll.poll()
+            os.close(process)
+            self.close()
+
+        self._watcher = threading.Thread(target=wait, name="torchext-standby-watch", daemon=True)
+        self._watcher.start()
+
+    # --- its heartbeat ---
+
+    def _serve_heartbeat(self) -> None:
+        owner = self._owner()
+        silence_s = self._daemon.heartbeat_s
+        self._send({})
+        self._sock.settimeout(silence_s)
+        is_silent = False
+        while True:
+            try:
+                if not self._sock.recv(64):
+                    return
+                is_silent = False
+            except TimeoutError:
+                if not is_silent:
+                    is_silent = True
+                    logger.warning("%s has been silent for %g s and counts as lost", owner.peer, silence_s)
+                    owner.mark_lost()
+
+    def _owner(self) -> Session:
+        """The connection of the process that this one belongs to."""
+        with self._daemon.changed:
+            job = self._daemon.job(self.hello["job"])
+            number: int = self.hello["rank"]
+            owner = job.ranks[number].session if number < job.world_size else None
+        if owner is None or owner.hello["run"] != self.hello["run"]:
+            raise StandbyError(f"a {self.hello['role']} stream came for a rank that its process has not claimed")
+        return owner
 
     def _claimed(self) -> Job:
         if self._job is None:
@@ -518,11 +637,10 @@ class Session(threading.Thread):
     # --- its data streams ---
 
     def _serve_data(self) -> None:
+        owner = self._owner()
+        if not isinstance(owner._source, TcpSource):
+            raise StandbyError("a data stream came for a process whose memory is read")
         with self._daemon.changed:
-            job = self._daemon.job(self.hello["job"])
-            owner = job.ranks[self.hello["rank"]].session if self.hello["rank"] < job.world_size else None
-            if owner is None or owner.hello["run"] != self.hello["run"] or not isinstance(owner._source, TcpSource):
-                raise StandbyError("a data stream came for a rank that its process has not claimed")
             self._send({})
             self._sock.settimeout(None)
             owner._source.add(self._sock)

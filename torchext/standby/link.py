@@ -30,6 +30,7 @@ from torchext.standby.source import serve
 
 _LOCAL_LINGER_S = 600.0
 _START_TIMEOUT_S = 60.0  # it imports torch
+_NUM_BEATS = 5  # in the time after which silence means loss
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,16 @@ class Link:
         notices: What it has said to have gone wrong, and nobody has taken out yet.
     """
 
-    def __init__(self, sock: socket.socket, address: str, identity: Identity, timeout_s: float, is_local: bool) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        address: str,
+        identity: Identity,
+        timeout_s: float,
+        *,
+        is_local: bool,
+        heartbeat_s: float | None,
+    ) -> None:
         self._sock = sock
         self._address = address
         self._identity = identity
@@ -74,6 +84,8 @@ class Link:
         self._fault: Exception | None = None  # of a sending thread
         self._data = memoryview(b"")  # what came with the last answer
         self._inbox: list[tuple[dict[str, Any], memoryview]] = []  # came before it was waited for
+        self._heartbeat_s = heartbeat_s  # a silence after which the standby takes this process for lost
+        self._heartbeat: native.Heartbeat | None = None
         self.transport = "local" if is_local else "tcp"
         self.committed: int | None = None
         self.bytes_pulled = 0
@@ -104,6 +116,11 @@ class Link:
         answer = self._answer("term")
         if answer["steps"]:
             self.committed = answer["steps"][-1]
+        if self._heartbeat_s is not None and self._heartbeat is None:
+            beats = wire.connect(self._address, self._timeout_s)
+            self._streams.append(beats)
+            wire.greet(beats, {"role": "heartbeat", **self._names()})
+            self._heartbeat = native.Heartbeat(beats.fileno(), max(1, int(1000 * self._heartbeat_s / _NUM_BEATS)))
         for _ in range(streams):
             stream = wire.connect(self._address, self._timeout_s)
             self._streams.append(stream)
@@ -114,6 +131,22 @@ class Link:
             )
             thread.start()
             self._threads.append(thread)
+
+    def await_promotion(self) -> None:
+        """Blocks until the job has lost its training process and this one is to take over, for however long.
+
+        Raises:
+            StandbyLostError: The standby is gone.
+        """
+        wire.send(self._sock, {"op": "warm"})
+        self._sock.settimeout(None)
+        try:
+            while "promoted" not in wire.raised(wire.receive(self._sock)[0]):
+                pass
+        except OSError as error:
+            raise StandbyLostError(f"the standby at {self._address} is gone: {error}") from error
+        finally:
+            self._sock.settimeout(self._timeout_s)
 
     def resume(self, step: int, *, held: bool = True) -> None:
         """What this rank committed beyond the step does not count any more.
@@ -187,6 +220,8 @@ class Link:
 
     def close(self) -> None:
         """Ends the connection and its threads. Idempotent."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
         for sock in [self._sock, *self._streams]:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
@@ -273,7 +308,7 @@ def open_link(address: str, identity: Identity, *, transport: str, timeout_s: fl
             )
         if address == wire.LOCAL and not welcome["local"]:
             raise StandbyError("the local standby cannot read the memory of this process (another pid namespace?)")
-        return Link(sock, address, identity, timeout_s, welcome["local"])
+        return Link(sock, address, identity, timeout_s, is_local=welcome["local"], heartbeat_s=welcome["heartbeat_s"])
     except BaseException:
         sock.close()
         raise

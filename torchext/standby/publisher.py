@@ -29,6 +29,7 @@ from torchext.standby import persist  # noqa: E402
 from torchext.standby.ledger import Ledger, Publication  # noqa: E402
 from torchext.standby.link import Identity, Link, open_link  # noqa: E402
 from torchext.standby.pages import PageTracking  # noqa: E402
+from torchext.standby.promote import await_promotion  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -361,6 +362,8 @@ class Publisher:
             link = found
             logger.info("the standby at %s is back; the next commit brings it the whole state", self._standby)
         try:
+            if take_over:
+                await_promotion(link, self._standby)
             wanted = {"directory": self._persist_dir, "every_n_commits": self._persist_every_n_commits}
             link.claim(
                 take_over=take_over,
