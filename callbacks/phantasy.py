@@ -16,6 +16,7 @@ from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
 
+from torchext.callbacks.outputs import Outputs
 from torchext.standby import persist, rng
 from torchext.standby.errors import NoStateError, StandbyError, StandbyLostError
 from torchext.standby.link import Identity, open_link
@@ -64,6 +65,9 @@ class PhantasyCheckpoint(Callback):
         audit_every_n_steps: After how many steps all of the standby's copy is checked; 0: never.
         persist_dir: Where the standby writes states to disk, on its host; ``auto`` takes the newest of both.
         persist_every_n_commits: How often.
+        commit_outputs: Whether what loggers are told, and files of `ModelCheckpoint`, wait until their step is
+            committed, so that after a crash nothing outside is of a step that never happened; see
+            `torchext.callbacks.outputs.Outputs`. Without a standby they do not wait.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class PhantasyCheckpoint(Callback):
         audit_every_n_steps: int = 0,
         persist_dir: str | Path | None = None,
         persist_every_n_commits: int = 0,
+        commit_outputs: bool = False,
     ) -> None:
         super().__init__()
         if every_n_steps < 1:
@@ -104,6 +109,8 @@ class PhantasyCheckpoint(Callback):
             "persist_dir": persist_dir,
             "persist_every_n_commits": persist_every_n_commits,
         }
+        self._commit_outputs = commit_outputs
+        self._outputs: Outputs | None = None
         self._identity: Identity | None = None
         self._publisher: Publisher | None = None
         self._loops: _Loops | None = None
@@ -122,13 +129,17 @@ class PhantasyCheckpoint(Callback):
             return
         self._identity = Identity.of_this_process(self._job or default_job(), trainer.global_rank, trainer.world_size)
         strategy = trainer.strategy
-        strategy.checkpoint_io = _StandbyIO(strategy.checkpoint_io, self._load)
+        if self._commit_outputs:
+            self._outputs = Outputs(trainer, self._identity.job)
+        strategy.checkpoint_io = _StandbyIO(strategy.checkpoint_io, self._load, self._outputs)
         self._loops = _Loops(trainer, self._commit)
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Keeps what is needed to go on in the middle of an epoch."""
         if self._loops is not None and _KEY in checkpoint:
             self._loops.resume_from(checkpoint[_KEY])
+            if self._outputs is not None and "outputs" in checkpoint[_KEY]:
+                self._outputs.resume_from(checkpoint[_KEY]["outputs"], checkpoint["global_step"])
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Connects."""
@@ -142,6 +153,11 @@ class PhantasyCheckpoint(Callback):
             **self._options,
         )
         self._publisher.connect()
+        if self._outputs is not None:
+            released = self._outputs.forget_released(self._publisher.released)
+            self._publisher.note_released(released)
+            self._outputs.start()
+            self._let_out()
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
@@ -149,6 +165,7 @@ class PhantasyCheckpoint(Callback):
         """Waits, if need be, until the standby has the step before."""
         if self._publisher is not None:
             self._publisher.gate()
+            self._let_out()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Lets the standby have the last commit."""
@@ -181,9 +198,25 @@ class PhantasyCheckpoint(Callback):
             checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             loops.correct_loader_states(checkpoint)
             checkpoint[_KEY] = loops.collect()
+            if self._outputs is not None:
+                checkpoint[_KEY]["outputs"] = self._outputs.state()
             return checkpoint
 
+        if self._outputs is not None:
+            self._outputs.tag(trainer.global_step)
         publisher.publish(trainer.global_step, collect)
+        self._let_out()
+
+    def _let_out(self) -> None:
+        """Outputs whose step is committed."""
+        if self._outputs is None or self._publisher is None:
+            return
+        if self._publisher.is_connected:
+            last = self._outputs.release(self._publisher.committed)
+        else:
+            last = self._outputs.release_all()
+        if last is not None:
+            self._publisher.note_released(last)
 
     def _load(self, path: str) -> dict[str, Any]:
         address, _, wanted = path.removeprefix(SCHEME).rpartition("/")
@@ -223,9 +256,17 @@ class PhantasyCheckpoint(Callback):
             link.close()
 
     def _end(self, *, finished: bool) -> None:
-        if self._publisher is not None:
-            self._publisher.close(finished=finished)
-            self._publisher = None
+        publisher, self._publisher = self._publisher, None
+        if publisher is None:
+            return
+        if self._outputs is not None:
+            publisher.settle()
+            last = self._outputs.release_all() if finished else self._outputs.release(publisher.committed)
+            if last is not None:
+                publisher.note_released(last)
+            self._outputs.close()
+            self._outputs = None
+        publisher.close(finished=finished)
 
 
 class _Nothing(dict[str, Any]):
@@ -238,12 +279,18 @@ class _Nothing(dict[str, Any]):
 class _StandbyIO(CheckpointIO):
     """Loads from a standby what has its scheme, and leaves everything else to the one before."""
 
-    def __init__(self, inner: CheckpointIO, load: Callable[[str], dict[str, Any]]) -> None:
+    def __init__(
+        self, inner: CheckpointIO, load: Callable[[str], dict[str, Any]], outputs: Outputs | None = None
+    ) -> None:
         self.inner = inner
         self._load = load
+        self._outputs = outputs
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        self.inner.save_checkpoint(checkpoint, path, storage_options)
+        if self._outputs is not None:
+            self._outputs.save_checkpoint(self.inner, checkpoint, path, storage_options)
+        else:
+            self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
         if str(path).startswith(SCHEME):
@@ -251,7 +298,10 @@ class _StandbyIO(CheckpointIO):
         return self.inner.load_checkpoint(path, *arguments, **options)
 
     def remove_checkpoint(self, path: Any) -> None:
-        self.inner.remove_checkpoint(path)
+        if self._outputs is not None:
+            self._outputs.remove_checkpoint(self.inner, path)
+        else:
+            self.inner.remove_checkpoint(path)
 
     def teardown(self) -> None:
         self.inner.teardown()

@@ -1,11 +1,13 @@
 """Trainings in processes of their own that die in chosen places.
 
-``python -m tests.standby.training`` loads torch and then forks a training for each line of JSON that it reads: torch's
-optimizers take seconds to import, a fork takes none. For each it answers with how the training ended, as JSON.
+``python -m tests.standby.training [MODULE]`` loads torch and then forks a training for each line of JSON that it reads:
+torch's optimizers take seconds to import, a fork takes none. For each it answers with how the training ended, as JSON.
+A training is a call of ``train`` of the module, by default of this one.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -23,6 +25,7 @@ PLACES = {
     "commit": ("standby/publisher.py", "standby/link.py", "standby/wire.py", "standby/replicator.py"),
     "copy": ("standby/ledger.py", "standby/tree.py", "standby/changes.py"),
     "optimizer": ("torch/optim/",),
+    "outputs": ("callbacks/outputs.py", "callbacks/phantasy.py", "tests/callbacks/output_jobs.py"),
     "anywhere": ("standby/", "torch/optim/", "tests/standby/"),
 }
 
@@ -67,9 +70,9 @@ def die_after(lines: int, place: str) -> None:
 class Trainings:
     """The other side: starts trainings, one at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str = __name__) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.standby.training"],
+            [sys.executable, "-m", __name__, module],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -115,6 +118,7 @@ def main() -> None:
     build()  # imports all that an optimizer needs
     import torchext.standby  # noqa: F401
 
+    program = importlib.import_module(sys.argv[1])
     for line in sys.stdin:
         what = json.loads(line)
         pid = os.fork()
@@ -125,7 +129,7 @@ def main() -> None:
                 if place is not None:
                     die_after(lines, place)
                 random.seed(0)
-                train(**what)
+                program.train(**what)
                 status = 0
             finally:
                 sys.stdout.flush()

@@ -406,6 +406,7 @@ class Session(threading.Thread):
             "resume": self._resume,
             "finish": self._finish,
             "warm": self._await_loss,
+            "released": self._released,
         }
         while True:
             words, data = wire.receive(self._sock)
@@ -473,7 +474,7 @@ class Session(threading.Thread):
             self._watch(self.hello["pid"])
         if persister is not None:
             persister.close()
-        self._send({"term": term, "steps": steps})
+        self._send({"term": term, "steps": steps, "released": rank.released})
 
     def _resume(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()
@@ -484,6 +485,12 @@ class Session(threading.Thread):
                 job.book.start_over(self._rank_number, self.hello["run"])
             if job.persister is not None:
                 job.persister.forget_after(words["step"])
+
+    def _released(self, words: dict[str, Any], _: memoryview) -> None:
+        job = self._claimed()
+        with self._daemon.changed:
+            if job.ranks[self._rank_number].session is self:
+                job.ranks[self._rank_number].released = words["number"]
 
     def _finish(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()

@@ -62,6 +62,7 @@ class Link:
         transport: ``"local"`` or ``"tcp"``.
         committed: The step that counts, as far as this process has heard.
         bytes_pulled: What the standby has read in all.
+        released: The last output that a process of this rank has let out, at the time of `claim`; -1: none.
         notices: What it has said to have gone wrong, and nobody has taken out yet.
     """
 
@@ -89,6 +90,7 @@ class Link:
         self.transport = "local" if is_local else "tcp"
         self.committed: int | None = None
         self.bytes_pulled = 0
+        self.released = -1
         self.notices: list[str] = []
 
     def claim(
@@ -116,6 +118,7 @@ class Link:
         answer = self._answer("term")
         if answer["steps"]:
             self.committed = answer["steps"][-1]
+        self.released = answer["released"]
         if self._heartbeat_s is not None and self._heartbeat is None:
             beats = wire.connect(self._address, self._timeout_s)
             self._streams.append(beats)
@@ -195,6 +198,10 @@ class Link:
         """Blocks until the step counts: all ranks have sealed it."""
         while self.committed is None or self.committed < step:
             self._answer("committed")
+
+    def note_released(self, number: int) -> None:
+        """Lets the standby remember the last output that was let out; does not wait."""
+        wire.send(self._sock, {"op": "released", "number": number})
 
     def finish(self) -> None:
         """The training is over: nobody will resume it."""

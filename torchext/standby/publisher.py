@@ -257,6 +257,16 @@ class Publisher:
             self._lose(error)
         return False
 
+    def settle(self) -> None:
+        """Returns once the last commit counts, or cannot."""
+        link = self._link
+        step = None if self._in_flight is None else self._in_flight[0]
+        try:
+            if self.gate() and link is not None and step is not None:
+                link.wait_committed(step)
+        except (StandbyError, OSError) as error:
+            logger.warning("the last commit may be lost: %s", error)
+
     def close(self, *, finished: bool) -> None:
         """Lets the standby finish the last commit, then ends the connection. The tensors stay where they are.
 
@@ -270,15 +280,12 @@ class Publisher:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
-        link = self._link
-        step = None if self._in_flight is None else self._in_flight[0]
+        self.settle()
         try:
-            if self.gate() and link is not None and step is not None:
-                link.wait_committed(step)
             if finished and self._link is not None:
                 self._link.finish()
-        except (StandbyError, OSError) as error:
-            logger.warning("the last commit may be lost: %s", error)
+        except OSError as error:
+            logger.warning("the standby does not know that the training is over: %s", error)
         self._unlink()
         if self._reconnect is not None:
             self._reconnect.cancel()
@@ -293,6 +300,23 @@ class Publisher:
     def committed(self) -> int | None:
         """The step that counts, as far as this process has heard."""
         return self._committed_before if self._link is None else self._link.committed
+
+    @property
+    def released(self) -> int:
+        """The last output that this rank had let out when it connected; -1: none, or nobody knows."""
+        return -1 if self._link is None else self._link.released
+
+    def note_released(self, number: int) -> None:
+        """Lets the standby, if there is one, remember the last output that was let out; does not wait.
+
+        Raises:
+            StandbyLostError: With ``on_standby_loss="raise"``.
+        """
+        if self._link is not None:
+            try:
+                self._link.note_released(number)
+            except OSError as error:
+                self._lose(error)
 
     @property
     def is_connected(self) -> bool:
