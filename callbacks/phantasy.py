@@ -261,7 +261,11 @@ class PhantasyCheckpoint(Callback):
             return
         if self._outputs is not None:
             publisher.settle()
-            last = self._outputs.release_all() if finished else self._outputs.release(publisher.committed)
+            last = None
+            if finished:
+                last = self._outputs.release_all()
+            elif publisher.is_connected:  # else the standby could not note it, and the restart would do it once more
+                last = self._outputs.release(publisher.committed)
             if last is not None:
                 publisher.note_released(last)
             self._outputs.close()
