@@ -32,6 +32,7 @@ _REQUEST_TIMEOUT_S = 30.0
 # together less than the 30 s after which the training process gives up its standby.
 _READER_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 1 << 20
+_DRAIN_S = 2.0
 
 
 def boot_id() -> str:
@@ -418,7 +419,8 @@ class Session(threading.Thread):
             except (StandbyError, OSError, ValueError) as error:
                 level = logging.INFO if isinstance(error, NoStateError) else logging.WARNING
                 logger.log(level, "job %s, rank %s: %s", self.hello["job"], self.hello["rank"], error)
-                self._send({**wire.failure(error), "step": words.get("step")})
+                with contextlib.suppress(OSError):  # it is gone; what it said before that is still to be read
+                    self._send({**wire.failure(error), "step": words.get("step")})
 
     def _can_read(self, probe: dict[str, Any] | None) -> bool:
         if probe is None:
@@ -456,6 +458,7 @@ class Session(threading.Thread):
                     {"error": f"{self.peer} has taken over rank {number} of job {job.name!r}", "kind": "FencedError"}
                 )
             before.close()
+            before.join(_DRAIN_S)  # what a process said before it died counts
         with rank.hold():  # no write by the one before is under way any more
             with self._daemon.changed:
                 if self._daemon.jobs.get(job.name) is not job:
