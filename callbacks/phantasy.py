@@ -202,6 +202,7 @@ class PhantasyCheckpoint(Callback):
                 checkpoint[_KEY]["outputs"] = self._outputs.state()
             return checkpoint
 
+        publisher.use_optimizers(list(trainer.optimizers))  # another callback may have replaced them
         if self._outputs is not None:
             self._outputs.tag(trainer.global_step)
         publisher.publish(trainer.global_step, collect)

@@ -15,9 +15,12 @@ from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from tests.callbacks.lightning_jobs import Crashed, Model, fit
+from tests.standby.processes import until
 from torchext.callbacks import PhantasyCheckpoint
 from torchext.standby import NoStateError, cli
 from torchext.standby.daemon import Daemon
+from torchext.standby.link import fetch, remove
+from torchext.standby.persist import steps
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -167,6 +170,53 @@ class _Touches:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self._path,)
+
+
+class _ReplacesTheOptimizer(Callback):
+    """As callbacks that thaw layers do."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.strategy.optimizers = [torch.optim.SGD(trainer.model.parameters(), lr=0.01, momentum=0.9)]
+
+
+def test_optimizers_that_a_callback_replaces_are_followed(daemon: Daemon) -> None:
+    options: dict[str, Any] = {"mode": "rpo0", "audit_every_n_steps": 1}
+    with pytest.raises(Crashed):
+        fit(daemon.address, "shuffled", 8, callback=options, callbacks=[_ReplacesTheOptimizer()])
+    state = fetch(daemon.address, "job")
+    assert state.step == 8
+    assert "momentum_buffer" in state.tree["optimizer_states"][0]["state"][0]
+
+
+def test_raw_and_averaged_weights_are_resumed(daemon: Daemon) -> None:
+    """ecmwf/anemoi-core#1373: one of the two was lost."""
+    averaging = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="needs Lightning 2.6")
+
+    def weights(callback: Any, model: Model) -> list[torch.Tensor]:
+        return [*callback._average_model.state_dict().values(), *model.state_dict().values()]
+
+    reference_callback, resumed_callback = (averaging.EMAWeightAveraging(decay=0.9) for _ in range(2))
+    reference = fit(None, "shuffled", callbacks=[reference_callback], max_epochs=2)
+    with pytest.raises(Crashed):
+        fit(daemon.address, "shuffled", 8, callbacks=[averaging.EMAWeightAveraging(decay=0.9)], max_epochs=2)
+    path = f"phantasy://{daemon.address}/latest"
+    resumed = fit(daemon.address, "shuffled", path=path, callbacks=[resumed_callback], max_epochs=2)
+    assert resumed.losses == {step: loss for step, loss in reference.losses.items() if step in resumed.losses}
+    for left, right in zip(weights(reference_callback, reference), weights(resumed_callback, resumed), strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_job_goes_on_from_the_disk_when_the_standby_has_lost_all(daemon: Daemon, tmp_path: Path) -> None:
+    reference = fit(None, "shuffled")
+    options: dict[str, Any] = {"mode": "rpo0", "persist_dir": tmp_path, "persist_every_n_commits": 1}
+    with pytest.raises(Crashed):
+        fit(daemon.address, "shuffled", 9, callback=options)
+    until(lambda: steps(tmp_path, "job")[-1:] == [9])
+    remove(daemon.address, "job")
+    resumed = fit(daemon.address, "shuffled", path=f"phantasy://{daemon.address}/auto", callback=options)
+    assert min(resumed.losses) == 9
+    _assert_goes_on(reference, resumed)
 
 
 def test_naming_the_package_does_not_import_lightning() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
 import numpy as np
@@ -416,18 +415,6 @@ def test_a_job_that_is_gone_is_named(daemon: Daemon) -> None:
     remove(daemon.address, "job")
     assert status(daemon.address)["jobs"] == {}
     assert daemon.budget.used_bytes == 0
-
-
-def test_memory_is_flat_over_many_commits(daemon: Daemon) -> None:
-    model, optimizer = build()
-    with warnings.catch_warnings(), _replicator(daemon, model, optimizer) as replicator:
-        used = set()
-        for i in range(300):
-            step(model, optimizer)
-            replicator.commit(i)
-            if i >= 3:
-                used.add((replicator.stats["arena_bytes"], daemon.budget.used_bytes))
-        assert len(used) == 1
 
 
 def test_the_default_name_of_a_job_survives_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:

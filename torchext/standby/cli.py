@@ -22,7 +22,7 @@ from torchext._optional import require_native
 from torchext.standby import wire
 from torchext.standby.errors import StandbyError
 
-_PROMOTION_HEARTBEAT_S = 0.8
+_PROMOTION_HEARTBEAT_S = 0.5
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 
 
@@ -79,7 +79,7 @@ def _serve(argv: list[str]) -> int:
         "--heartbeat",
         type=float,
         metavar="SECONDS",
-        help="take a training process for lost after so long a silence (default: 0.8 with --promote, else never)",
+        help="take a training process for lost after so long a silence (default: 0.5 with --promote, else never)",
     )
     parser.add_argument("--background", action="store_true", help="return once it listens, and leave it running")
     parser.add_argument("--verbose", action="store_true", help="say who comes and goes")

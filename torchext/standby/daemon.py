@@ -279,6 +279,7 @@ class Daemon:
                 "memory": {"used_bytes": self.budget.used_bytes, "limit_bytes": self.budget.limit_bytes},
                 "max_jobs": self.max_jobs,
                 "warm": None if self.promoter is None else self.promoter.warm_pid,
+                "waiting": sum(session.is_waiting for session in self._sessions),
                 "jobs": jobs,
             }
 
@@ -300,6 +301,7 @@ class Session(threading.Thread):
         self._rank_number = 0
         self._source: LocalSource | TcpSource | None = None
         self._sizes: dict[int, int] = {}
+        self.is_waiting = False  # a warm worker, to take over
         self.is_superseded = False  # another process takes the rank over: guarded by the daemon's condition
         self._watcher: threading.Thread | None = None
         self._can_read_memory = False
@@ -510,7 +512,11 @@ class Session(threading.Thread):
             job = self._daemon.jobs.get(name)
             return job is not None and number in job.heirs_wanted
 
-        self._wait(is_wanted)
+        self.is_waiting = True
+        try:
+            self._wait(is_wanted)
+        finally:
+            self.is_waiting = False
         with self._daemon.changed:
             self._daemon.jobs[name].heirs_wanted.discard(number)
         logger.warning("job %s, rank %d: %s takes over", name, number, self.peer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import time
 import warnings
@@ -125,11 +126,23 @@ class Publisher:
         self._reconnect: _Reconnect | None = None
         self._closed = False
         self._has_warned = False  # that the standby is lost, since the last step that it got
-        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
-        if gate_in_optimizers:
-            self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
+        self._gate_in_optimizers = gate_in_optimizers
+        self._hooks: list[Any] = []
+        self.use_optimizers(optimizers)
 
     # --- the user's calls ---
+
+    def use_optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
+        """From the next commit on these are the optimizers; does nothing if they are already."""
+        before = self.ledger.optimizers
+        if self._hooks and len(before) == len(optimizers) and all(map(operator.is_, before, optimizers)):
+            return
+        for hook in self._hooks:
+            hook.remove()
+        self.ledger.optimizers = optimizers
+        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in optimizers]
+        if self._gate_in_optimizers:
+            self._hooks += [optimizer.register_step_pre_hook(self._before_step) for optimizer in optimizers]
 
     def resume(self, step: int | None = None) -> persist.State | None:
         """Takes over the rank and fetches its state, from the disk where that has a later one.

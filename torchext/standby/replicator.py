@@ -53,6 +53,13 @@ def default_job() -> str:
     return f"{Path(sys.argv[0]).name or 'python'}-{hashlib.sha256(command.encode()).hexdigest()[:8]}"
 
 
+def _optimizers(given: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    found = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+    # Lightning Fabric wraps an optimizer in one that looks like it; hooks are called with the inner one.
+    inner = [getattr(each, "optimizer", None) for each in found]
+    return [i if isinstance(i, torch.optim.Optimizer) else each for i, each in zip(inner, found, strict=True)]
+
+
 class Replicator:
     """Keeps a standby's copy of the training state, as of the last step, while training goes on.
 
@@ -74,8 +81,8 @@ class Replicator:
     All methods belong to the thread that trains. Processes forked while a replicator is in use share its tensors.
 
     Args:
-        model: A module, or several by name.
-        optimizer: One, or several.
+        model: A module, or several by name; also as Lightning Fabric's ``setup`` returns it.
+        optimizer: One, or several; likewise.
         standby: ``"host:port"`` of a ``torchext standby``, or ``"local"``: one on this host, started if need be; it
             ends with the last training that it was needed for, or ten minutes after one that has crashed.
         job: Name of the job at the standby; None: see `default_job`.
@@ -129,7 +136,7 @@ class Replicator:
         persist_every_n_commits: int = 0,
     ) -> None:
         self._models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
-        self._optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+        self._optimizers = _optimizers(optimizer)
         self._extra = dict(extra or {})
         is_distributed = dist.is_available() and dist.is_initialized()
         if rank is None:
@@ -203,6 +210,15 @@ class Replicator:
                 "state": state,
             },
         )
+
+    def use_optimizers(self, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]) -> None:
+        """Takes other optimizers from now on; call it before their first step.
+
+        New parameters of the same optimizers, and tensors that take the place of others, are found without.
+        """
+        self._publisher.gate()
+        self._optimizers = _optimizers(optimizer)
+        self._publisher.use_optimizers(self._optimizers)
 
     def gate(self) -> None:
         """Waits until parameters and optimizer state may be changed; ``optimizer.step()`` does it by itself."""
