@@ -48,6 +48,7 @@ class Archive:
         self._files, self._folder = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         self._is_local = url.startswith(("file://", "local://"))
         self._parts: list[tuple[Place, Place, str]] = []
+        self._tried: tuple[Place, int] | None = None  # the part that could not be written: its begin and its length
         self._files.makedirs(self._folder, exist_ok=True)
         found = []
         for path in self._files.ls(self._folder, detail=False):
@@ -110,9 +111,13 @@ class Archive:
                 region = cursor.region()
                 assert region is not None
                 assert cursor.map is not None
-                begin, stop = cursor.place, min(region[1], region[0] + _PART_BYTES)
-                at, place = log.follow(cursor.map, region[0], stop, begin)
+                begin, limit = cursor.place, _PART_BYTES
+                if self._tried is not None and self._tried[0] == begin:
+                    limit = self._tried[1]  # what failed may be there all the same: it keeps its name, and its end
+                at, place = log.follow(cursor.map, region[0], min(region[1], region[0] + limit), begin)
+                self._tried = begin, at - region[0]
                 self._write(begin, place, cursor.map[region[0] : at])
+                self._tried = None
                 cursor.advance(at, place)
 
     def _write(self, begin: Place, end: Place, data: bytes) -> None:
