@@ -185,7 +185,7 @@ class StabilizerReplication(Checkpoint):
     def _send(self, node: Node, path: Path, step: int) -> None:
         since = self._since if self._since is not None and self._since.num_deltas < self.max_deltas else None
         try:
-            sent = send_checkpoint(node, path, step, since=since, timeout=self.timeout)
+            sent = send_checkpoint(node, path, step, since=since, is_base=self.max_deltas > 0, timeout=self.timeout)
         finally:
             _remove(path)
         self._since = sent if self.max_deltas else None

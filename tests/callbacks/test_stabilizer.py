@@ -8,6 +8,7 @@ import resource
 import subprocess
 import sys
 import warnings
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -135,7 +136,7 @@ def test_each_step_is_sent_as_what_changed_and_comes_back_whole(pair: Pair, tmp_
 def test_checkpoint_is_not_taken_without_the_one_that_it_is_told_by(pair: Pair, tmp_path: Path) -> None:
     data = random.Random(0).randbytes(1_000_000)
     (tmp_path / "file").write_bytes(data)
-    whole = send_checkpoint(pair.paris, tmp_path / "file", 1)
+    whole = send_checkpoint(pair.paris, tmp_path / "file", 1, is_base=True)
     (tmp_path / "file").write_bytes(b"inserted" + data[:500_000] + data[300_000:])
     told = send_checkpoint(pair.paris, tmp_path / "file", 2, since=whole)
     assert (told.first, told.num_deltas) == (whole.first, 1)
@@ -147,6 +148,37 @@ def test_checkpoint_is_not_taken_without_the_one_that_it_is_told_by(pair: Pair, 
     broken = send_checkpoint(pair.paris, tmp_path / "file", 4, since=replace(whole, seq=10**6))
     pair.paris.waitfor(broken.seq, "safe", 30)
     assert fetch_checkpoint(pair.tokyo, FROM_PARIS, tmp_path / "copy") == 2
+
+
+def test_many_checkpoints_in_a_row_are_told_by_the_one_before(pair: Pair, tmp_path: Path) -> None:
+    data = bytearray(random.Random(0).randbytes(200_000))
+    file = tmp_path / "checkpoint.ckpt"
+    sent = None
+    for step in range(25):
+        data[step] ^= 1
+        file.write_bytes(data)
+        sent = send_checkpoint(pair.paris, file, step, since=sent, is_base=True)
+    assert sent is not None
+    assert (sent.first, sent.num_deltas) == (1, 24)
+    pair.paris.waitfor(sent.seq, "safe", 30)
+    assert fetch_checkpoint(pair.tokyo, FROM_PARIS, tmp_path / "copy.ckpt") == 24
+    assert (tmp_path / "copy.ckpt").read_bytes() == data
+    assert sorted(p.name for p in tmp_path.iterdir() if p.is_file()) == ["checkpoint.ckpt", "copy.ckpt"]
+
+
+def test_file_that_only_looks_like_a_zip_file_is_sent(pair: Pair, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("record", bytes(1000))
+    whole = file.read_bytes()
+    directory = whole.index(b"PK\1\2")
+    misplaced = whole[: directory + 42] + b"\xff\xff\xff\x7f" + whole[directory + 46 :]
+    for step, data in enumerate([whole, b"no directory" + whole[-22:], misplaced]):
+        file.write_bytes(data)
+        sent = send_checkpoint(pair.paris, file, step, is_base=True)
+        pair.paris.waitfor(sent.seq, "safe", 30)
+        assert fetch_checkpoint(pair.tokyo, FROM_PARIS, tmp_path / "copy") == step
+        assert (tmp_path / "copy").read_bytes() == data
 
 
 def resume_on_two_ranks(rank: Rank, folder: Path, port: int) -> list[torch.Tensor]:

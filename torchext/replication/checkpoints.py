@@ -46,6 +46,7 @@ def send_checkpoint(
     step: int,
     *,
     since: Sent | None = None,
+    is_base: bool = False,
     timeout: float | None = None,
 ) -> Sent:
     """Sends a checkpoint: a file, or a folder of them, as sharded ones are.
@@ -54,7 +55,9 @@ def send_checkpoint(
         node: Of this site.
         path: The file or folder, which may be removed after the call.
         step: Of the training; `fetch_checkpoint` returns it.
-        since: A checkpoint that this site sent before and still has: of each file, what is in it is not sent again.
+        since: A checkpoint that this site sent before, as a base, and still has: of each file, what is in it is not
+            sent again.
+        is_base: Whether a later one is to be told by it, for which all of it is hashed; one with ``since`` always can.
         timeout: In seconds, for all of it to find room in this site's log; see `Node.send`.
 
     Raises:
@@ -73,8 +76,9 @@ def send_checkpoint(
     blocks = {}
     for file in files:
         name = file.relative_to(path).as_posix() if file != path else ""
-        blocks[name], ordered = deltas.scan(file)
         base = None if since is None else since.blocks.get(name)
+        if is_base or since is not None:
+            blocks[name], ordered = deltas.scan(file)
         if base is None:
             listing.append((name, send(file)))
         else:
@@ -162,23 +166,26 @@ def fetch_checkpoint(node: Node, url: str, to: str | os.PathLike[str], *, timeou
 
 def _restore(node: Node, site: str, content: dict[str, Any], name: str, path: Path) -> None:
     """Writes a file of a checkpoint, from those that it is told by."""
-    message = _message(node, site, dict(content["files"])[name])
-    digest = content.get("changed", {}).get(name)
-    if digest is None:
-        message.save(path)
+    steps: list[tuple[int, str]] = []  # newest first: the message of a delta, and the digest of what it makes
+    while (digest := content.get("changed", {}).get(name)) is not None:
+        steps.append((dict(content["files"])[name], digest))
+        content = json.loads(_message(node, site, content["since"]).payload)
+    whole = _message(node, site, dict(content["files"])[name])
+    if not steps:
+        whole.save(path)
         return
-    base, made = (path.with_name(f".{path.name}.{os.getpid()}.{content['step']}.{part}") for part in ("base", "new"))
+    base, made = (path.with_name(f".{path.name}.{os.getpid()}.{part}") for part in ("base", "new"))
     try:
-        _restore(node, site, json.loads(_message(node, site, content["since"]).payload), name, base)
-        with open(base, "rb") as source, open(made, "wb") as target:
-            deltas.decode(message.payload, source, target)
-            target.flush()
-            os.fsync(target.fileno())
-        if deltas.digest_of(made) != digest:
-            raise ReplicationError(
-                f"{path}: what message {message.seq} of {site} makes of the file is not what was sent"
-            )
-        os.replace(made, path)
+        whole.save(base)
+        for seq, digest in reversed(steps):
+            with open(base, "rb") as source, open(made, "wb") as target:
+                deltas.decode(_message(node, site, seq).payload, source, target)
+                target.flush()
+                os.fsync(target.fileno())
+            if deltas.digest_of(made) != digest:
+                raise ReplicationError(f"{path}: what message {seq} of {site} makes of the file is not what was sent")
+            os.replace(made, base)
+        os.replace(base, path)
     finally:
         base.unlink(missing_ok=True)
         made.unlink(missing_ok=True)

@@ -17,6 +17,7 @@ from typing import BinaryIO
 from torchext.replication.errors import ReplicationError
 
 _BLOCK_BYTES = 64 << 10
+_COPY_BYTES = 1 << 20
 _HEAD = struct.Struct("<I")  # length of the list of pieces that follows
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a record in a zip file: lengths of its name and of its extra field
 
@@ -34,7 +35,8 @@ def scan(path: Path) -> tuple[Blocks, list[tuple[bytes, int, int]]]:
     whole = hashlib.blake2b(digest_size=32)
     ordered = []
     with open(path, "rb") as file:
-        bounds = [*_records(file), path.stat().st_size]
+        size = path.stat().st_size
+        bounds = [*(begin for begin in _records(file) if begin < size), size]
         file.seek(0)
         at = 0
         for bound in bounds:
@@ -74,12 +76,14 @@ def decode(delta: bytes, base: BinaryIO, to: BinaryIO) -> None:
     """Writes the file that a delta and its base make."""
     (length,) = _HEAD.unpack_from(delta)
     begin = _HEAD.size + length
+    data = memoryview(delta)[begin:]
     for from_base, offset, size in json.loads(delta[_HEAD.size : begin]):
-        if from_base:
-            base.seek(offset)
-            to.write(base.read(size))
-        else:
-            to.write(delta[begin + offset : begin + offset + size])
+        if not from_base:
+            to.write(data[offset : offset + size])
+            continue
+        base.seek(offset)
+        for at in range(0, size, _COPY_BYTES):
+            to.write(base.read(min(_COPY_BYTES, size - at)))
 
 
 def digest_of(path: Path) -> str:
@@ -92,13 +96,16 @@ def digest_of(path: Path) -> str:
 
 
 def _records(file: BinaryIO) -> list[int]:
-    """Where the records of a zip file begin; nothing if it is none."""
+    """Where the records of a zip file begin; nothing if it is none, or only looks like one."""
     if not zipfile.is_zipfile(file):
         return []
     begins = []
-    with zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
-            file.seek(info.header_offset)
-            name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-            begins.append(info.header_offset + _LOCAL_HEADER.size + name + extra)
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for info in archive.infolist():
+                file.seek(info.header_offset)
+                name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                begins.append(info.header_offset + _LOCAL_HEADER.size + name + extra)
+    except (zipfile.BadZipFile, struct.error, ValueError):
+        return []
     return sorted(begins)
