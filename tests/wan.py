@@ -50,7 +50,14 @@ def missing() -> str:
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if made.returncode:
         return f"needs network namespaces: {made.stderr.strip()}"
-    subprocess.run(["ip", "netns", "delete", name], check=True)
+    router = [sys.executable, "-m", "tests.wan", name]
+    try:
+        for command in (["ip", "-n", name, "link", "set", "lo", "up"], router, ["ip", "netns", "exec", name, "true"]):
+            tried = subprocess.run(command, input="[[0]]\n", capture_output=True, text=True, cwd=ROOT)
+            if tried.returncode:
+                return f"needs TUN devices in network namespaces: {tried.stderr.strip()[-200:]}"
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)
     return ""
 
 
@@ -85,7 +92,9 @@ class Wan:
             raise
         self.change(round_trips_ms)
         assert self._router.stdout is not None
-        self._router.stdout.readline()
+        if not self._router.stdout.readline():
+            self.close()
+            raise RuntimeError("the process that carries the packets ended; its error is above")
 
     def change(self, round_trips_ms: Sequence[Sequence[float]]) -> None:
         """Sets the round trips anew, for packets from now on."""
