@@ -449,6 +449,29 @@ def test_lost_site_is_waited_for_no_longer_and_catches_up(pair: Pair, tmp_path: 
                 paris.wait_delivered("news", more, 30)
 
 
+def test_site_that_was_removed_is_done_without(pair: Pair, tmp_path: Path) -> None:
+    with KeyValueStore(pair.paris, tmp_path / "kv.db") as store, PubSub(pair.paris, tmp_path / "topics.db") as topics:
+        with KeyValueStore(pair.tokyo, tmp_path / "t.db") as theirs:
+            theirs.put("a", b"of tokyo", predicate="safe", timeout=30)
+        with PubSub(pair.tokyo, tmp_path / "t.db2") as others:
+            others.subscribe("news", "reader")
+            assert wait_until(lambda: topics.subscribers("news") == ["tokyo"])
+            topics.subscribe("news", "reader").close()
+        assert store.get("a", predicate="safe") is not None
+    pair.paris.change_predicate("topic_news", 'MIN("paris").persisted')
+    pair.paris.remove_site("tokyo")
+    with KeyValueStore(pair.paris, tmp_path / "kv.db") as store, PubSub(pair.paris, tmp_path / "topics.db") as topics:
+        found = store.get("a", predicate="safe")
+        assert found is not None
+        assert found.value == b"of tokyo"
+        with topics.subscribe("news", "reader") as reader:
+            assert topics.subscribers("news") == ["paris"]
+            seq = topics.publish("news", b"1")
+            assert reader.get(30) == Delivery("news", "paris", seq, b"1")
+            reader.done()
+            topics.wait_delivered("news", seq, 30)
+
+
 @pytest.mark.parametrize("app", [KeyValueStore, PubSub])
 def test_end_of_the_node_is_told(pair: Pair, tmp_path: Path, app: Any) -> None:
     made = app(pair.paris, tmp_path / "p.db")

@@ -21,6 +21,7 @@ from torchext.replication.node import Node
 
 APPLIED = "folder_applied"  # the ack type
 STATE = ".torchext-folder"  # in the folder: chunks, and what is known of the files
+_NEW = "new-"  # there: files that are not whole yet
 _APP = b"folder"
 _HISTORY = 64  # versions that one knows to go back to
 _TABLES = """
@@ -67,7 +68,7 @@ class FolderSync:
             ...
 
     Args:
-        node: This site. Sites that are added later are followed once the folder is opened anew.
+        node: This site. Close the folder before a site is added or removed, and open it anew.
         folder: Made if missing.
         interval_s: How often to look for changes, in seconds.
 
@@ -80,6 +81,8 @@ class FolderSync:
         self.folder = Path(folder)
         self._chunks = self.folder / STATE / "chunks"
         self._chunks.mkdir(parents=True, exist_ok=True)
+        for path in (self.folder / STATE).glob(f"{_NEW}*"):
+            path.unlink()  # its writer was killed
         self._database = open_database(self.folder / STATE / "state.db", _TABLES)
         after = dict(self._database.execute("SELECT site, seq FROM applied"))
         self._files: dict[str, _File] = {}  # as they are in the folder, or were deleted; guarded by changed
@@ -293,7 +296,7 @@ class FolderSync:
 
     def _write(self, path: Path, pieces: Iterable[bytes], *, executable: bool = False) -> str:
         """Makes a file that is there whole, and on the disk, or not at all; returns its stamp."""
-        fd, temporary = tempfile.mkstemp(dir=self.folder / STATE)
+        fd, temporary = tempfile.mkstemp(prefix=_NEW, dir=self.folder / STATE)
         try:
             with open(fd, "wb") as file:
                 for piece in pieces:

@@ -53,7 +53,7 @@ class KeyValueStore:
             store.get("model", predicate="safe")
 
     Args:
-        node: This site. Sites that are added later are followed once the store is opened anew.
+        node: This site. Close the store before a site is added or removed, and open it anew.
         path: Of the file, for this store alone.
         keep: How many versions of a key are kept.
 
@@ -111,7 +111,8 @@ class KeyValueStore:
 
         With a predicate it finds every put that returned before under the same one, at any site: it asks as many sites
         as the predicate's dual wants (see `Node.read_frontier`), and waits until this site has what they tell of. As
-        with any read quorum, it may find more than was stable, never less.
+        with any read quorum, it may find more than was stable, never less. What came of sites that were removed counts
+        as stable.
 
         Returns:
             The version; its value is None if the key was deleted. None if there is none.
@@ -133,7 +134,7 @@ class KeyValueStore:
         count = 0
         for version in self.versions(key):
             count += 1
-            if version.seq <= frontiers.get(version.site, 0):
+            if version.seq <= frontiers.get(version.site, version.seq):
                 return version
         if count == self._keep:
             raise ReplicationError(

@@ -64,7 +64,7 @@ class PubSub:
                 handle(delivery.payload)
 
     Args:
-        node: This site. Sites that are added later are followed once the topics are opened anew.
+        node: This site. Close the topics before a site is added or removed, and open them anew.
         path: Of the file, for these topics alone.
         patience_s: A site that is not heard from for so long, in seconds, is not waited for until it is back; it gets
             what it missed then. None waits for ever.
@@ -84,7 +84,8 @@ class PubSub:
         self._lost: set[str] = set()
         self._stops: list[Callable[[], None]] = []  # end the monitors
         for topic, site in self._database.execute("SELECT topic, site FROM members"):
-            self._members.setdefault(topic, set()).add(site)
+            if site in node.sites():
+                self._members.setdefault(topic, set()).add(site)
         self._moved = threading.Condition()  # taken by the node's own thread, so guards no more than this:
         self._delivered: dict[str, int] = {}  # by topic: up to which of this site's messages all is delivered
         after = dict(self._database.execute("SELECT site, seq FROM applied"))
@@ -119,6 +120,8 @@ class PubSub:
             StabilityTimeoutError: They were not in time; names them.
         """
         deadline = deadline_of(timeout)
+        with self._follower.changed:
+            self._adjust(topic)  # it may have been published before these topics were opened
         with self._moved:
             while self._delivered.get(topic, 0) < seq:
                 self._follower.check()
@@ -158,10 +161,12 @@ class PubSub:
 
     def _join(self, topic: str, name: str) -> tuple[Subscription, bool]:
         with self._follower.changed:
+            self._follower.check()
             if any((s.topic, s.name) == (topic, name) for s in self._subscriptions):
                 raise ReplicationError(f"name: there is a subscriber {name!r} of topic {topic!r} at {self._node.me}")
             rows = "SELECT site, seq FROM places WHERE topic = ? AND name = ?"
-            places = dict(self._database.execute(rows, (topic, name)))
+            known = dict(self._database.execute(rows, (topic, name)))
+            places = {site: known[site] for site in self._follower.applied if site in known}
             for site in self._follower.applied:
                 if site not in places:
                     places[site] = self._node.last(site)
@@ -183,6 +188,7 @@ class PubSub:
         Until then the other sites wait for them, but for no longer than ``patience_s`` if the node has gone, too.
         """
         with self._follower.changed:
+            self._follower.stop()  # so that none joins any more
             subscriptions, self._subscriptions = self._subscriptions, []
             for stop in self._stops:
                 stop()
