@@ -8,6 +8,7 @@ import os
 import socket
 import stat
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -41,6 +42,16 @@ def test_listening_where_somebody_else_does_names_the_address() -> None:
         address = "{}:{}".format(*first.getsockname())
         with pytest.raises(OSError, match=f"cannot listen at {address}"):
             transport.listen(address)
+
+
+def test_a_connection_to_itself_is_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as alone:
+        alone.bind(("127.0.0.1", 0))
+        alone.connect(alone.getsockname())
+        address = "{}:{}".format(*alone.getsockname())
+        monkeypatch.setattr(socket, "create_connection", lambda *_, **__: alone)
+        with pytest.raises(ConnectionRefusedError, match=f"nobody listens at {address}"):
+            transport.connect(address, LIMIT_S, LIMIT_S)
 
 
 @pytest.fixture
@@ -156,6 +167,19 @@ def test_strangers_get_nowhere(pair: tuple[socket.socket, socket.socket], sent: 
     assert isinstance(both(pair, stranger, welcome)[1], OSError)
 
 
+def test_no_depth_of_nesting_upsets_the_greeting() -> None:
+    # Reading and writing JSON meet the limit of recursion at depths that differ a little.
+    for depth in range(sys.getrecursionlimit() // 2, sys.getrecursionlimit() + 10):
+        near, far = socket.socketpair()
+        with near, far:
+            nested = b"[" * depth + b"]" * depth
+            data = b'{"purpose": "' + PURPOSE.encode() + b'", "nonce": "n", "words": ' + nested + b"}"
+            near.sendall(struct.pack("<I", len(data)) + data)
+            near.shutdown(socket.SHUT_WR)
+            with pytest.raises(ConnectionError):
+                transport.accept(far, "t", PURPOSE, LIMIT_S)
+
+
 def test_a_proof_serves_once(pair: tuple[socket.socket, socket.socket]) -> None:
     """What an honest client has said in one connection is of no use in the next."""
     heard = []
@@ -204,5 +228,8 @@ def test_the_token_is_made_once_and_for_this_user_alone(tmp_path: Path, monkeypa
     assert len(found[0]) >= 32
     (path,) = (tmp_path / "torchext").iterdir()
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+    path.write_text("\n")
+    with pytest.raises(ValueError, match=r"tests-token is empty: remove the file"):
+        transport.load_token("TORCHEXT_TESTS_TOKEN", "tests-token")
     monkeypatch.setenv("TORCHEXT_TESTS_TOKEN", "given")
     assert transport.load_token("TORCHEXT_TESTS_TOKEN", "tests-token") == "given"

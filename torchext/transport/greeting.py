@@ -120,7 +120,10 @@ def _answer(content: dict[str, Any]) -> dict[str, Any]:
 def _transcript(hello: Mapping[str, Any], nonce: object) -> str:
     if not isinstance(nonce, str):
         raise GreetingError("what came is no greeting: no nonce")
-    return json.dumps([hello, nonce], sort_keys=True)
+    try:
+        return json.dumps([hello, nonce], sort_keys=True)
+    except RecursionError:  # which reading it did not meet
+        raise GreetingError("what came is no greeting: nested too deep") from None
 
 
 def _proof(token: str, side: str, transcript: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import socket
 import time
@@ -62,6 +63,9 @@ def connect(address: str, timeout_s: float, dead_after_s: float, *, patient: boo
     """
     sock = socket.create_connection(parse_address(address), timeout=timeout_s)
     try:
+        if sock.getsockname() == sock.getpeername():
+            # Linux may choose the port that is called as that of the caller, where nobody listens.
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens at {address}")
         tune(sock, dead_after_s, patient=patient)
     except BaseException:
         sock.close()

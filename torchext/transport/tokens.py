@@ -13,6 +13,10 @@ def load_token(variable: str, file_name: str) -> str:
 
     The file lies in ``$XDG_CONFIG_HOME/torchext`` or ``~/.config/torchext``, readable for this user alone. Other hosts
     need the same: copy it, or set the variable.
+
+    Raises:
+        ValueError: The file is empty.
+        OSError: It can be neither read nor made.
     """
     given = os.environ.get(variable)
     if given:
@@ -30,4 +34,7 @@ def load_token(variable: str, file_name: str) -> str:
                 os.link(new, path)
         finally:
             new.unlink()
-    return path.read_text().strip()
+    token = path.read_text().strip()
+    if not token:
+        raise ValueError(f"the token in {path} is empty: remove the file, and another one is made")
+    return token
