@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import os
 import random
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +27,7 @@ from hypothesis import strategies as st
 from tests.channels.processes import DEADLINE_S, die, ends, process
 from tests.channels.proxy import Proxy
 from tests.channels.test_messages import equal
+from torchext import transport
 from torchext.channels import (
     Broker,
     Channel,
@@ -139,6 +142,52 @@ def test_a_cut_while_the_channel_is_full() -> None:
         assert list(channel) == []
 
 
+def test_what_a_superseded_connection_holds_is_left_to_the_new_one() -> None:
+    with contextlib.ExitStack() as stack, Channel() as channel:
+        pairs = [[stack.enter_context(sock) for sock in socket.socketpair()] for _ in range(2)]
+        session = broker._Session(channel._own_queue(), "127.0.0.1:1", threading.Event())
+        for _, far in pairs:
+            wire.send_words(far, wire.Kind.JOINED, {"sender": 1, "name": "explorer-0", "pid": 1}, seq=1)
+        (old, _), (new, _) = pairs
+        turn = session.take_over(old)
+        frame = wire.receive(old)
+        assert session.take_over(new) == turn + 1
+        with pytest.raises(ConnectionError, match="connected again"):
+            session._take(old, frame, turn)
+        assert session.done == 0
+        assert session._take(new, wire.receive(new), turn + 1)
+        assert session.done == 1
+        session.end()
+
+
+def test_closing_at_the_moment_when_the_connection_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    greet, waiting = remote._Link._greet, []
+
+    def greet_late(link: remote._Link, words: dict[str, Any]) -> Any:
+        if words.get("resumes"):
+            waiting.append(link)
+            assert link.closing.wait(DEADLINE_S)
+        return greet(link, words)
+
+    monkeypatch.setattr(remote._Link, "_greet", greet_late)
+    with (
+        Channel(slots=1) as channel,
+        WeightBroadcast({"w": torch.zeros(1)}) as weights,
+        served(channel, weights) as server,
+        Proxy(server.address, iter(()), "127.0.0.2") as network,
+    ):
+        site = join(network.address, token=TOKEN)
+        site.weights("policy")
+        sender = site.channel("rollouts").sender()
+        for i in range(3):
+            sender.send(i, timeout=DEADLINE_S)
+        until(lambda: channel.stats()["depth"] == 1)
+        network.cut()
+        until(lambda: len(waiting) == 2)
+        with pytest.raises(ChannelTimeout, match=r"\d messages were not taken by the learner"):
+            site.close(timeout=0.1)
+
+
 def test_a_learner_may_be_busy_for_longer_than_silence_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (broker, remote):
         monkeypatch.setattr(module, "SILENT_S", 1.0)
@@ -166,7 +215,7 @@ def test_full_channels_drop_and_count_on_the_machine_where_they_are_full(policy:
         with far.sender() as sender:
             for i in range(50):
                 sender.send(i)
-        site.close(timeout=DEADLINE_S)
+        site.close(timeout=None)
         near, there = channel.stats(), far.stats()
         got = list(channel)
         assert got == sorted(got)
@@ -422,6 +471,23 @@ def test_strangers_are_turned_away_and_the_broker_goes_on() -> None:
             assert channel.receive(DEADLINE_S) == 1
 
 
+def test_the_broker_goes_on_once_there_are_descriptors() -> None:
+    with Channel() as channel, served(channel) as server, socket.socket() as caller:
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            host, _, port = server.address.rpartition(":")
+            caller.connect((host, int(port)))
+            caller.settimeout(0.2)
+            with pytest.raises(TimeoutError):
+                caller.recv(1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        words = {"part": "rollouts", "kind": "channel", "session": "s"}
+        caller.settimeout(DEADLINE_S)
+        assert transport.greet(caller, TOKEN, wire.PURPOSE, words, DEADLINE_S)["slots"] == 8
+
+
 def test_nobody_there_is_told_at_the_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -435,6 +501,10 @@ def test_wrong_arguments_are_named() -> None:
             Broker("nowhere", {"rollouts": channel}, token=TOKEN)
         with pytest.raises(ValueError, match="host:port"):
             join("nowhere", token=TOKEN)
+        with pytest.raises(ValueError, match="token must not be empty"):
+            Broker("127.0.0.1:0", {"rollouts": channel}, token="")
+        with pytest.raises(ValueError, match="token must not be empty"):
+            join("127.0.0.1:1", token="")
         with pytest.raises(ValueError, match="parts must name at least one"):
             Broker("127.0.0.1:0", {}, token=TOKEN)
         with pytest.raises(TypeError, match=r"parts\['model'\] must be a Channel or WeightBroadcast, got Linear"):
@@ -526,9 +596,11 @@ wait $learner
 
 
 def test_two_hosts_with_a_network_between_them(tmp_path: Path) -> None:
+    if shutil.which("unshare") is None:
+        pytest.skip("needs unshare(1) and ip(8)")
     probe = "unshare -n true && ip link add name torchext0 type veth peer name torchext1"
     if subprocess.run(["unshare", "-rn", "sh", "-c", probe], check=False, capture_output=True).returncode:
-        pytest.skip("needs network namespaces and ip(8)")
+        pytest.skip("needs network namespaces, which this user may make, and ip(8)")
     done = subprocess.run(
         ["unshare", "-rn", "sh", "-c", HOSTS],
         env={**os.environ, "DIR": str(tmp_path), "PYTHON": sys.executable, "LEARNER": LEARNER, "EXPLORER": EXPLORER},

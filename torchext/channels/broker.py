@@ -28,7 +28,9 @@ _log = logging.getLogger(__name__)
 _OK, _DROPPED, _TIMEOUT, _CLOSED, _FULL, _INTERRUPTED, _PEER_DIED, _FORKED = range(8)
 # What accept() may say while there are too few descriptors, too little memory, or of a caller that has gone.
 _PASSING = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EAGAIN, errno.EPROTO}
+    {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED, errno.EAGAIN, errno.EPERM}
+    | {errno.EPROTO, errno.ENOPROTOOPT, errno.EOPNOTSUPP, errno.ENETDOWN, errno.EHOSTDOWN, errno.ENONET}
+    | {errno.EHOSTUNREACH, errno.ENETUNREACH}
 )
 _MAX_CONNECTIONS = 1024
 
@@ -57,7 +59,7 @@ class Broker:
 
     Raises:
         ImportError: The native core is missing.
-        ValueError: That is no address.
+        ValueError: That is no address; or the token is empty.
         OSError: It is taken, or not of this machine.
     """
 
@@ -76,7 +78,7 @@ class Broker:
             if not isinstance(part, (Channel, WeightBroadcast)):
                 raise TypeError(f"parts[{name!r}] must be a Channel or WeightBroadcast, got {type(part).__name__}")
         self._parts = dict(parts)
-        self._token = token if token is not None else transport.load_token(wire.TOKEN_VARIABLE, wire.TOKEN_FILE)
+        self._token = wire.token_or_own(token)
         self._grace_s = grace_s
         self._nonce = sharing.new_nonce()  # so that who comes back knows whether this is who they left
         self._closing = threading.Event()
@@ -147,8 +149,8 @@ class Broker:
                 if error.errno not in _PASSING:
                     _log.exception("the broker at %s takes no more connections", self.address)
                     return
+                sock = None
                 self._closing.wait(0.05)
-                continue
             self._look_after()
             if sock is None:
                 continue
@@ -159,7 +161,14 @@ class Broker:
                 self._connections.add(sock)
                 thread = threading.Thread(target=self._serve, args=(sock,), name="broker-connection", daemon=True)
                 self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:  # there are too many; the other side comes again
+                _log.warning("the broker at %s could not take a connection: %s", self.address, error)
+                with self._lock:
+                    self._connections.discard(sock)
+                    self._threads.discard(thread)
+                sock.close()
 
     def _look_after(self) -> None:
         """Tells of senders whose connection is away, and gives up those that do not come back."""
@@ -190,7 +199,7 @@ class Broker:
                 self._serve_channel(sock, part, name, session, peer, words)
             else:
                 self._serve_weights(sock, part, words)
-        except FrameError as error:
+        except (FrameError, RuntimeError) as error:  # also of the native core: no such message, too many peers
             _log.warning("the connection from %s is given up: %s", peer, error)
         except (OSError, ValueError) as error:  # who went, who is no broker, or has another token
             _log.info("the connection from %s ended: %s", peer, error)
@@ -210,7 +219,11 @@ class Broker:
                 if words.get("resumes"):
                     transport.refuse(sock, "this connection was away for too long, and was given up")
                     return
-                session = self._sessions[key] = _Session(queue, peer, self._closing)
+                try:
+                    session = self._sessions[key] = _Session(queue, peer, self._closing)
+                except RuntimeError as error:  # as many as can be are there already
+                    transport.refuse(sock, str(error))
+                    return
         turn = session.take_over(sock)
         try:
             info = {"slots": queue.slots, "policy": _POLICIES[queue.policy]}
@@ -369,9 +382,11 @@ class _Session:
         """Does what a frame says; False if the channel took it no more."""
         if frame.kind == Kind.BEAT:
             return True
-        if frame.seq != self.done + 1:
-            raise FrameError(f"number {frame.seq} came after {self.done}")
         with self._work:
+            if self._turn != turn:  # what it holds is sent again over the new one
+                raise _Superseded("the other machine has connected again")
+            if frame.seq != self.done + 1:
+                raise FrameError(f"number {frame.seq} came after {self.done}")
             if frame.kind == Kind.MESSAGE:
                 if not self._put(sock, frame, turn):
                     return False
@@ -400,6 +415,8 @@ class _Session:
         """Receives a message, straight into the shared memory where it can be, and waits until the channel takes it."""
         from torchext._native import channels as native
 
+        if frame.raw_bytes > self._queue.largest_bytes:
+            raise FrameError(f"a message of {frame.raw_bytes} bytes, of {self._queue.largest_bytes} at most")
         if frame.compressed or self._queue.batch_rows > 1:
             memory = memoryview(bytearray(frame.wire_bytes))
             wire.receive_content(sock, frame, memory)
@@ -409,8 +426,6 @@ class _Session:
                 turn,
                 lambda s: self._carrier.send_bytes(content, frame.header_bytes, frame.version, s),
             )
-        if frame.raw_bytes > self._queue.largest_bytes:
-            raise FrameError(f"a message of {frame.raw_bytes} bytes, of {self._queue.largest_bytes} at most")
         slab: Any = None
         reservation: Any = None
 

@@ -53,17 +53,13 @@ def join(address: str, *, token: str | None = None, timeout: float | timedelta |
 
     Raises:
         ImportError: The native core is missing.
-        ValueError: That is no address.
+        ValueError: That is no address; or the token is empty.
         ChannelError: The broker has another token.
         ChannelTimeout: None answers there within the timeout.
     """
     sharing.require_core()
     transport.parse_address(address)
-    return RemoteBroker(
-        address,
-        token if token is not None else transport.load_token(wire.TOKEN_VARIABLE, wire.TOKEN_FILE),
-        sharing.seconds(timeout),
-    )
+    return RemoteBroker(address, wire.token_or_own(token), sharing.seconds(timeout))
 
 
 class RemoteBroker:
@@ -272,7 +268,7 @@ class _Messages:
     def close(self, timeout_s: float) -> int:
         """Sends what is left, for so long; returns how many messages are lost."""
         self._queue.close()
-        self._thread.join(timeout_s)
+        self._thread.join(min(timeout_s, threading.TIMEOUT_MAX))
         self._link.closing.set()
         sock = self._sock
         if sock is not None:
@@ -298,6 +294,8 @@ class _Messages:
                         return
                     self._sock, reply = found
                     self._confirm(reply["done"])
+                if self._link.closing.is_set():  # close() may not have seen this socket
+                    return
         except _Gone as error:
             why = str(error)
         finally:
@@ -403,11 +401,12 @@ class _Messages:
                 if not poll.poll(1000 * SILENT_S):
                     raise TimeoutError("silent")
                 frame = wire.receive(sock)
-                wire.receive_words(sock, frame)
+                words = wire.receive_words(sock, frame)
                 with self._changed:
                     if frame.kind == Kind.BEAT:
                         self._confirm(frame.seq)
                     elif frame.kind == Kind.CLOSED:
+                        _log.info("the channel to %s has ended: %s", self._link.address, words.get("reason"))
                         self._ended = True
                         break
                     else:
@@ -537,6 +536,9 @@ class _Weights:
             while self._sock is not None and not self._connection(self._sock):
                 found = self._link.again({"seen": self._latest.version})
                 self._sock = None if found is None else found[0]
+                if self._sock is not None and self._link.closing.is_set():  # close() may not have seen this socket
+                    self._sock.close()
+                    return
         except _Gone as error:
             _log.warning("the weights from %s have ended: %s", self._link.address, error)
             self._publisher.died(self._link.pid, -1)

@@ -68,6 +68,13 @@ class FrameError(ConnectionError):
     """What came is damaged, or no frame; the connection cannot be used any further."""
 
 
+def token_or_own(token: str | None) -> str:
+    """The token that was given, or that of this user."""
+    if token == "":
+        raise ValueError("token must not be empty: whoever has it can run code here")
+    return token if token is not None else transport.load_token(TOKEN_VARIABLE, TOKEN_FILE)
+
+
 def send(
     sock: socket.socket,
     kind: Kind,
@@ -102,7 +109,8 @@ def receive(sock: socket.socket) -> Frame:
     kind, compressed, header_bytes, raw, wire, version, seq, checksum = _FRAME.unpack(
         transport.receive_exactly(sock, _FRAME.size)
     )
-    if kind not in Kind._value2member_map_ or wire > raw or header_bytes > raw:
+    sizes_agree = wire <= raw and header_bytes <= raw and bool(compressed) == (wire < raw)
+    if kind not in Kind._value2member_map_ or not sizes_agree:
         raise FrameError("what came is no frame of a broker")
     return Frame(Kind(kind), seq, version, header_bytes, raw, wire, bool(compressed), checksum)
 
