@@ -58,12 +58,15 @@ def test_dqn_saves_resumes_evaluates_and_plots(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 def test_explorers_on_another_machine() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    # Keeps a port for the learner, who may listen there as long as this does not.
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind(("127.0.0.1", 0))
+    address = f"127.0.0.1:{held.getsockname()[1]}"
     environment = {**os.environ, "TORCHEXT_CHANNELS_TOKEN": "a token of the tests"}
     small = ["--explorers", "1", "--envs", "2", "--rollout", "16"]
     words = [*small, "--learner-address", address, "--first-number", "1"]
-    with subprocess.Popen([sys.executable, EXAMPLES / "impala.py", *words], env=environment) as elsewhere:
+    with held, subprocess.Popen([sys.executable, EXAMPLES / "impala.py", *words], env=environment) as elsewhere:
         words = [*small, "--listen", address, "--remote-explorers", "1", "--steps", "256", "--evaluate", "0"]
         done = subprocess.run(
             [sys.executable, EXAMPLES / "impala.py", *words],
