@@ -22,10 +22,7 @@ def any_engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     if request.param == "local":
         yield Engine(None)
         return
-    lacking = slurm.missing()
-    if lacking is not None:
-        pytest.skip(lacking)
-    with slurm.Slurm(tmp_path_factory.mktemp("slurm")) as made:
+    with slurm.running(tmp_path_factory.mktemp("slurm")) as made:
         yield Engine(made)
 
 

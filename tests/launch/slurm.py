@@ -13,8 +13,11 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
+
+import pytest
 
 from tests import leaks
 
@@ -56,8 +59,12 @@ PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe
 """
 
 
-def missing() -> str | None:
+def _missing() -> str | None:
     """Says what this machine lacks for a Slurm of its own; None: nothing."""
+    try:
+        pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return f"Slurm needs a user with a name, and {os.geteuid()} has none"
     path = _path()
     lacking = [name for name in _NEEDED if shutil.which(name, path=path) is None]
     return f"needs {', '.join(lacking)} (Debian: apt-get install slurm-wlm munge)" if lacking else None
@@ -65,6 +72,24 @@ def missing() -> str | None:
 
 def _path() -> str:
     return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Slurm]:
+    """A Slurm for tests, which are skipped where it is not installed, or does not start, with its own words."""
+    lacking = _missing()
+    if lacking is not None:
+        pytest.skip(lacking)
+    with contextlib.ExitStack() as stack:
+        try:
+            slurm = stack.enter_context(Slurm(folder))
+        except NotUpError as error:
+            pytest.skip(str(error))
+        yield slurm
+
+
+class NotUpError(Exception):
+    """This machine's Slurm does not start; the message has what its daemons have said."""
 
 
 class Slurm:
@@ -108,6 +133,8 @@ class Slurm:
             self._wait(lambda: self.call("sinfo", "--noheader", "--states=idle", "--format=%D").strip() == "4")
         except BaseException as error:
             self.__exit__(type(error), error, None)
+            if isinstance(error, (AssertionError, subprocess.TimeoutExpired)):
+                raise NotUpError(f"Slurm does not start here: {error}") from None
             raise
         return self
 
@@ -174,9 +201,13 @@ class Slurm:
         while not condition():
             ended = {name: daemon.returncode for name, daemon in self._daemons.items() if daemon.poll() is not None}
             if ended or time.monotonic() > deadline:
-                words = "".join(f"{file}: {file.read_text(errors='replace')}\n" for file in self._folder.glob("*.out"))
-                raise AssertionError(f"Slurm is not up; ended {ended}\n{words}")
+                raise AssertionError(f"Slurm is not as it should be; ended {ended}\n{self._words()}")
             time.sleep(0.05)
+
+    def _words(self) -> str:
+        """The last that each daemon has said."""
+        files = sorted(self._folder.glob("*.out"))
+        return "\n".join(f"{file.stem}: {file.read_text(errors='replace')[-400:].strip()}" for file in files)
 
 
 def _is_of_job(pid: int) -> bool:

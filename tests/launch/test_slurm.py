@@ -22,10 +22,7 @@ pytestmark = pytest.mark.timeout(300)  # on a slow machine; each wait has its ow
 
 @pytest.fixture(scope="module")
 def own_slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[emulated.Slurm]:
-    lacking = emulated.missing()
-    if lacking is not None:
-        pytest.skip(lacking)
-    with emulated.Slurm(tmp_path_factory.mktemp("slurm")) as made:
+    with emulated.running(tmp_path_factory.mktemp("slurm")) as made:
         yield made
 
 
