@@ -239,8 +239,9 @@ class Policy(Protocol):
     def place(self, job: Job, state: ClusterState) -> Placement | None:
         """Chooses free GPUs for a job, or None if it has to wait.
 
-        Whether the answer is None may depend only on the job's `shape` and the state, and must not turn from None to a
-        placement when GPUs are taken: what refuses one job now refuses all of the same shape.
+        A refusal is one of all jobs of the same `shape`: the scheduler does not ask for them again before GPUs come
+        free or, unless the policy is `settled`, before the next `order`; and until then the answer must stay None,
+        though GPUs are taken. Where nothing runs and nothing is away, None means that such a job can never run.
         """
         ...
 

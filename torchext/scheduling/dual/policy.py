@@ -91,7 +91,8 @@ class Dual:
 
     A job may be left waiting although it fits: by the ordering agent, whose action *wait* holds back all jobs that it
     scores below it, and by the placement agent, which may decline machines too slow for the job when better ones may
-    come free (`Advantage.hold_features`). Neither happens when nothing runs, or to a job beyond its patience.
+    come free (`Advantage.hold_features`). It declines for all jobs of that shape, until the order is decided again.
+    Neither happens when nothing runs, or to the job that has come first for having waited so long.
 
     Source: after "A Dual-Agent Scheduler for Distributed Deep Learning Jobs on Public Cloud via Reinforcement Learning"
     (KDD 2023), of which only the abstract was at hand.
