@@ -217,7 +217,7 @@ def test_agents_may_hold_jobs_back_but_never_stop_the_queue() -> None:
 
 
 def test_the_plan_explains_every_decision() -> None:
-    scheduler = Scheduler(Dual(Agents(), patience_s=7200.0), ClusterState(Cluster.uniform(2, 4)))
+    scheduler = Scheduler(Dual(Agents(), budget_s=math.inf, patience_s=7200.0), ClusterState(Cluster.uniform(2, 4)))
     scheduler.submit(Job("running", 0.0, 3))
     scheduler.decide()
     scheduler.state.now_s = 3600.0
@@ -402,7 +402,7 @@ def test_a_long_job_waits_for_a_machine_that_is_fast_for_it_and_a_short_one_does
 
 
 def test_the_plan_tells_who_waits_for_better_machines() -> None:
-    scheduler = Scheduler(Dual(Agents(), patience_s=9000.0), ClusterState(_old_and_new()))
+    scheduler = Scheduler(Dual(Agents(), budget_s=math.inf, patience_s=9000.0), ClusterState(_old_and_new()))
     for i in range(3):
         scheduler.submit(Job(f"busy{i}", 0.0, 4))
     assert len(scheduler.decide()) == 3
@@ -416,7 +416,7 @@ def test_the_plan_tells_who_waits_for_better_machines() -> None:
 
 
 def test_nothing_waits_for_better_machines_when_nothing_runs() -> None:
-    scheduler = Scheduler(Dual(Agents()), ClusterState(_old_and_new()))
+    scheduler = Scheduler(Dual(Agents(), budget_s=math.inf), ClusterState(_old_and_new()))
     for machine in (1, 2, 3):
         scheduler.close(machine)
     scheduler.submit(Job("long", 0.0, 4, estimate_s=20_000.0))
