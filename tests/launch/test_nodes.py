@@ -83,12 +83,16 @@ def test_a_job_of_several_nodes_says_that_its_port_is_taken(port: int) -> None:
 
 
 def test_ranks_follow_the_order_of_the_nodes_and_name_the_logs(port: int, tmp_path: Path) -> None:
-    steps = ("say", "hello", "fail-first", "3", "1")
+    go = tmp_path / "go"
+    steps = ("say", "hello", "wait", str(go), "fail-first", "3", "1")
     more = ("--nproc-per-node", "2", "--max-restarts", "1", "--tee", "3", "--log-dir", str(tmp_path))
     with Program((*TORCHEXT, *_elastic(port, "2", *more, address="127.0.0.2"), *steps)) as first:
         _wait_for_listener(port)
         # By address it would be the first, as torchrun sorts.
         with Program((*TORCHEXT, *_elastic(port, "2", *more), *steps)) as second:
+            for program in (first, second):
+                program.wait_for("hello", 2)  # else those that are slow to start may be ended before they say anything
+            go.touch()
             assert first.wait() == second.wait() == 0, first.output + second.output
     for node, program in enumerate((first, second)):
         for rank in (2 * node, 2 * node + 1):
@@ -158,13 +162,16 @@ def _holds(program: Program, port: int) -> bool:
     return any(f"socket:[{inode}]" in links for inode in inodes)
 
 
-def test_a_node_that_fails_for_good_ends_the_job_on_all(port: int) -> None:
+def test_a_node_that_fails_for_good_ends_the_job_on_all(port: int, tmp_path: Path) -> None:
     # The worker of rank 0 would wait for ever, as one does in a collective whose peer is gone.
-    steps = ("save", "0.1", "say", "ready", "fail-on", "1", "3", "stay")
+    go = tmp_path / "go"
+    steps = ("save", "0.1", "say", "ready", "wait", str(go), "fail-on", "1", "3", "stay")
     with (
         Program((*TORCHEXT, *_static(port, 0), *steps)) as first,
         Program((*TORCHEXT, *_static(port, 1), *steps)) as other,
     ):
+        first.wait_for("ready")  # only then can it save
+        go.touch()
         assert other.wait() == 1
         assert "exitcode  : 3" in other.output
         assert first.wait() == 1

@@ -131,9 +131,14 @@ def test_a_crash_of_one_node_ends_the_others_and_the_job(queue: Queue) -> None: 
     assert "another node of job 'worker' has failed" in queue.log(job) or "rank 0 saved" in queue.log(job)
 
 
-def test_lines_name_job_and_rank_and_each_rank_has_its_file(queue: Queue, engine: Engine) -> None:  # 75087, 60911
+def test_lines_name_job_and_rank_and_each_rank_has_its_file(queue: Queue, engine: Engine, tmp_path: Path) -> None:
+    # 75087, 60911
+    go = tmp_path / "go"
     words = ("--name", "mine", "--nnodes", "2", "--nproc-per-node", "2", "--max-restarts", "1")
-    job = queue.submit(*words, WORKER, "fail-first", "3", "1")
+    job = queue.submit(*words, WORKER, "wait", str(go), "fail-first", "3", "1")
+    for node in range(2):
+        queue.wait_until(lambda node=node: queue.log(job, node=node).count("attempt 0") == 2)
+    go.touch()
     queue.wait_for_state(job, "done")
     for rank in range(4):
         node, log = rank // 2, queue.log(job, node=rank // 2)
