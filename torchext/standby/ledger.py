@@ -26,6 +26,7 @@ class Entry:
         name: For messages.
         tensor: The tensor that was adopted; None for a copy made at each commit.
         version: Autograd's count of changes to the tensor when its bytes were last accounted for.
+        reference: What the pickle of the state has for the tensor that was adopted.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Entry:
     name: str
     tensor: torch.Tensor | None = None
     version: int = 0
+    reference: trees.Reference | None = None
 
 
 @dataclass(frozen=True)
@@ -204,11 +206,17 @@ class Ledger:
         """Gives up the files of the shared memory; the tensors stay where they are."""
         self._arena.close()
 
-    def _find(self, tensor: torch.Tensor) -> int | None:
+    def _find(self, tensor: torch.Tensor) -> trees.Reference | None:
         entry = self._by_address.get(tensor.data_ptr())
-        if entry is None or entry.slot.size_bytes != tensor.nbytes or not _is_dense(tensor):
+        if entry is None:
             return None
-        return entry.number
+        assert entry.reference is not None
+        _, (number, dtype, shape, stride) = entry.reference
+        if tensor.dtype is dtype and tensor.shape == shape and tensor.stride() == stride:
+            return entry.reference
+        if entry.slot.size_bytes != tensor.nbytes or not _is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
+            return None
+        return trees.reference(number, tensor)
 
     def _copy(self, tensor: torch.Tensor) -> int:
         """Brings a contiguous tensor into the next copy; returns its number."""
@@ -315,6 +323,7 @@ class Ledger:
         else:
             entry.tensor = moments[key[2]] = place
         entry.version = entry.tensor._version
+        entry.reference = trees.reference(entry.number, place)
         self._pending.add_whole([entry.number])
 
     def _forget_all_but(self, entries: dict[Any, Entry], kept: Iterable[Any]) -> None:

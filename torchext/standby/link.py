@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import socket
 import subprocess
@@ -68,8 +69,15 @@ class State:
     tree: Any
 
 
+# Gives what to send; called in the thread that sends.
+_Message = Callable[[], tuple[dict[str, Any], bytes]]
+
+
 class Link:
     """One connection; made by `open_link`. Not thread-safe.
+
+    What training does not wait for is encoded and sent by a thread, in order: the standby, woken by a message, does not
+    take the core from the thread that trains, and a connection that is stuck holds nobody up before the gate.
 
     Attributes:
         transport: ``"local"`` or ``"tcp"``.
@@ -85,6 +93,9 @@ class Link:
         self._threads: list[threading.Thread] = []
         self._streams: list[socket.socket] = []
         self._fault: Exception | None = None  # of a sending thread
+        self._outbox: queue.SimpleQueue[_Message | threading.Event | None] = queue.SimpleQueue()
+        self._sealed = threading.Event()  # whether the last seal was sent
+        self._sealed.set()
         self._data = memoryview(b"")  # what came with the last answer
         self._inbox: list[tuple[dict[str, Any], memoryview]] = []  # came before it was waited for
         self.transport = "local" if is_local else "tcp"
@@ -113,27 +124,42 @@ class Link:
             )
             thread.start()
             self._threads.append(thread)
+        sender = threading.Thread(target=self._send_all, name="torchext-standby-send", daemon=True)
+        sender.start()
+        self._threads.append(sender)
 
     def resume(self, step: int) -> None:
         """What this rank committed beyond the step does not count any more."""
         wire.send(self._sock, {"op": "resume", "step": step})
 
     def publish(self, step: int, publication: Publication) -> None:
-        """Tells the standby what to pull; does not wait."""
-        changes, data = publication.changes.to_wire()
-        added = [
-            [e.number, e.slot.size_bytes, e.slot.segment.descriptor, e.slot.offset, e.slot.segment.nonce.hex()]
-            for e in publication.added
-        ]
-        words = {
-            "op": "commit",
-            "step": step,
-            "added": added,
-            "removed": publication.removed,
-            "changes": changes,
-            "tree_bytes": len(publication.tree),
-        }
-        wire.send(self._sock, words, publication.tree + data)
+        """Tells the standby what to pull; does not wait, but for what was sealed before to be on its way.
+
+        So a process that dies from here on has lost no more than this step.
+
+        Raises:
+            TimeoutError: It is not within the timeout.
+        """
+        if not self._sealed.wait(self._timeout_s):
+            raise TimeoutError(f"the connection has taken nothing for {self._timeout_s:g} s")
+
+        def encode() -> tuple[dict[str, Any], bytes]:
+            changes, data = publication.changes.to_wire()
+            added = [
+                [e.number, e.slot.size_bytes, e.slot.segment.descriptor, e.slot.offset, e.slot.segment.nonce.hex()]
+                for e in publication.added
+            ]
+            words = {
+                "op": "commit",
+                "step": step,
+                "added": added,
+                "removed": publication.removed,
+                "changes": changes,
+                "tree_bytes": len(publication.tree),
+            }
+            return words, publication.tree + data
+
+        self._outbox.put(encode)
 
     def wait_pulled(self, step: int) -> None:
         """Blocks until the standby has everything of the step, or the timeout has passed."""
@@ -142,7 +168,9 @@ class Link:
 
     def seal(self, step: int) -> None:
         """The step, pulled whole, is to count; does not wait."""
-        wire.send(self._sock, {"op": "seal", "step": step})
+        self._sealed = threading.Event()
+        self._outbox.put(lambda: ({"op": "seal", "step": step}, b""))
+        self._outbox.put(self._sealed)
 
     def wait_committed(self, step: int) -> None:
         """Blocks until the step counts: all ranks have sealed it."""
@@ -150,12 +178,15 @@ class Link:
             self._answer("committed")
 
     def finish(self) -> None:
-        """The training is over: nobody will resume it."""
-        wire.send(self._sock, {"op": "finish"})
+        """The training is over: nobody will resume it. Returns once that is sent, or cannot be."""
+        sent = threading.Event()
+        self._outbox.put(lambda: ({"op": "finish"}, b""))
+        self._outbox.put(sent)
+        sent.wait(self._timeout_s)
 
     def drop(self, step: int) -> None:
         """The step is not to count; does not wait."""
-        wire.send(self._sock, {"op": "drop", "step": step})
+        self._outbox.put(lambda: ({"op": "drop", "step": step}, b""))
 
     def fetch(self, step: int | None) -> State:
         """The state of a step, by default of the one that counts."""
@@ -165,24 +196,45 @@ class Link:
 
     def check(self) -> None:
         """Raises what a sending thread met, or what the standby has said, without waiting."""
+        while _readable(self._sock):
+            self._inbox.append(self._receive(time.monotonic() + self._timeout_s, "a message that has begun"))
+            self._take_note(self._inbox[-1][0])
         if self._fault is not None:
             raise self._fault
-        while _readable(self._sock):
-            self._inbox.append(wire.receive(self._sock))
-            self._take_note(self._inbox[-1][0])
 
     def close(self) -> None:
         """Ends the connection and its threads. Idempotent."""
+        self._outbox.put(None)
         for sock in [self._sock, *self._streams]:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
         for thread in self._threads:
             thread.join()
+        for sock in [self._sock, *self._streams]:
+            sock.close()
 
     def _names(self) -> dict[str, Any]:
         i = self._identity
         return {"job": i.job, "rank": i.rank, "world_size": i.world_size, "run": i.run}
+
+    def _send_all(self) -> None:
+        """Until the end of the outbox; what comes after a failure is not sent."""
+        # A socket of its own, as the timeout of the other one is that of the answer that is being waited for.
+        with self._sock.dup() as sock:
+            sock.settimeout(self._timeout_s)
+            while (message := self._outbox.get()) is not None:
+                if isinstance(message, threading.Event):
+                    message.set()
+                elif self._fault is None:
+                    self._send(sock, message)
+
+    def _send(self, sock: socket.socket, message: _Message) -> None:
+        try:
+            wire.send(sock, *message())
+        except (OSError, ValueError) as error:
+            self._fault = StandbyError(str(error)) if isinstance(error, ValueError) else error
+            with contextlib.suppress(OSError):  # so that a gate that waits for the answer notices
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, stream: socket.socket, find: Callable[[int], torch.Tensor]) -> None:
         try:
@@ -211,6 +263,8 @@ class Link:
             return wire.receive(self._sock, deadline=deadline)
         except TimeoutError as error:
             raise TimeoutError(f"no answer ({what}) within {self._timeout_s:g} s") from error
+        except ConnectionError as error:
+            raise self._fault or error from error  # of the two, what happened first
         finally:
             self._sock.settimeout(self._timeout_s)
 

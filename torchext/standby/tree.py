@@ -12,18 +12,20 @@ import torch
 # Larger tensors become entries of their own, which are compared and sent only when they changed.
 INLINE_BYTES = 1024
 
+# What pickle keeps of a tensor whose bytes lie in an entry.
+Reference = tuple[Any, tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...]]]
 # Gives the number of the entry that holds a tensor's bytes.
 Place = Callable[[torch.Tensor], int]
 # Gives the bytes of an entry back: (size,) uint8.
 Resolve = Callable[[int], torch.Tensor]
 
 
-def dump(tree: Any, find: Callable[[torch.Tensor], int | None], place: Place) -> bytes:
+def dump(tree: Any, find: Callable[[torch.Tensor], Reference | None], place: Place) -> bytes:
     """Pickles a tree of state.
 
     Args:
         tree: Anything that pickle takes.
-        find: The entry that a tensor lives in already, if it does.
+        find: The reference to the entry that a tensor lives in already, if it does.
         place: Puts a tensor that lives nowhere yet, and is too large to be pickled, into an entry.
 
     Returns:
@@ -34,36 +36,42 @@ def dump(tree: Any, find: Callable[[torch.Tensor], int | None], place: Place) ->
     return out.getvalue()
 
 
+def reference(entry: int, tensor: torch.Tensor) -> Reference:
+    """Refers to an entry that holds the bytes of such a tensor."""
+    return _entry, (entry, tensor.dtype, tuple(tensor.shape), tensor.stride())
+
+
 def load(data: bytes, resolve: Resolve) -> Any:
     """Rebuilds a tree; tensors share memory with what ``resolve`` gives. For trusted data: a pickle can run code."""
     return _Unpickler(io.BytesIO(data), resolve).load()
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
 class _Pickler(pickle.Pickler):
-    def __init__(self, out: io.BytesIO, find: Callable[[torch.Tensor], int | None], place: Place) -> None:
+    def __init__(self, out: io.BytesIO, find: Callable[[torch.Tensor], Reference | None], place: Place) -> None:
         super().__init__(out, protocol=5)
         self._find = find
         self._place = place
 
     # Called for what the pickler does not handle itself: not for dicts, numbers, text.
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, torch.Tensor):
+        if type(obj) not in _PLAIN or obj.layout != torch.strided:
             return NotImplemented
-        if type(obj) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or obj.layout != torch.strided:
-            return NotImplemented
+        found = self._find(obj)  # first: of a large state nearly all are
+        if found is not None:
+            return found
         tensor = obj.detach()
         if tensor.ndim == 0 and tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.int64):
             return _scalar, (tensor.item(), tensor.dtype)
-        entry = self._find(tensor)
-        if entry is None:
-            if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-                return NotImplemented
-            tensor = tensor.contiguous()
-            if tensor.nbytes <= INLINE_BYTES:
-                data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-                return _inline, (data, tensor.dtype, tuple(tensor.shape))
-            entry = self._place(tensor)
-        return _entry, (entry, tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+            return NotImplemented
+        tensor = tensor.contiguous()
+        if tensor.nbytes <= INLINE_BYTES:
+            data = tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            return _inline, (data, tensor.dtype, tuple(tensor.shape))
+        return reference(self._place(tensor), tensor)
 
 
 class _Unpickler(pickle.Unpickler):
