@@ -19,6 +19,7 @@ from torchext.standby.errors import NoStateError, StandbyError
 from torchext.standby.link import Identity, open_link
 from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport
 from torchext.standby.replicator import default_job
+from torchext.standby.tree import later_states
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -166,6 +167,7 @@ class PhantasyCheckpoint(Callback):
         def collect() -> dict[str, Any]:
             checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             loops.correct_loader_states(checkpoint)
+            checkpoint["optimizer_states"] = [later_states(state) for state in checkpoint["optimizer_states"]]
             checkpoint[_KEY] = loops.collect()
             return checkpoint
 

@@ -61,7 +61,8 @@ class State:
     Attributes:
         step: Of which step.
         world_size: Of how many ranks.
-        tree: The state; its tensors are its own and on the CPU.
+        tree: The state; its tensors are its own and on the CPU. A reader of the standby gets the rank's own parts of
+            DTensors, as plain tensors.
     """
 
     step: int
@@ -83,6 +84,7 @@ class Link:
         transport: ``"local"`` or ``"tcp"``.
         committed: The step that counts, as far as this process has heard.
         bytes_pulled: What the standby has read in all.
+        publication: The last one that was sent.
     """
 
     def __init__(self, sock: socket.socket, address: str, identity: Identity, timeout_s: float, is_local: bool) -> None:
@@ -92,7 +94,7 @@ class Link:
         self._timeout_s = timeout_s
         self._threads: list[threading.Thread] = []
         self._streams: list[socket.socket] = []
-        self._fault: Exception | None = None  # of a sending thread
+        self._fault: BaseException | None = None  # of a sending thread
         self._outbox: queue.SimpleQueue[_Message | threading.Event | None] = queue.SimpleQueue()
         self._sealed = threading.Event()  # whether the last seal was sent
         self._sealed.set()
@@ -101,6 +103,7 @@ class Link:
         self.transport = "local" if is_local else "tcp"
         self.committed: int | None = None
         self.bytes_pulled = 0
+        self.publication: Publication | None = None
 
     def claim(self, *, take_over: bool, num_streams: int, find: Callable[[int], torch.Tensor]) -> None:
         """Becomes the owner of the rank, and opens the data streams where there are to be any.
@@ -132,10 +135,14 @@ class Link:
         """What this rank committed beyond the step does not count any more."""
         wire.send(self._sock, {"op": "resume", "step": step})
 
-    def publish(self, step: int, publication: Publication) -> None:
+    def publish(self, step: int, complete: Callable[[], Publication]) -> None:
         """Tells the standby what to pull; does not wait, but for what was sealed before to be on its way.
 
         So a process that dies from here on has lost no more than this step.
+
+        Args:
+            step: The step.
+            complete: Gives the publication; called by the thread that sends it, before `wait_pulled` returns.
 
         Raises:
             TimeoutError: It is not within the timeout.
@@ -144,6 +151,7 @@ class Link:
             raise TimeoutError(f"the connection has taken nothing for {self._timeout_s:g} s")
 
         def encode() -> tuple[dict[str, Any], bytes]:
+            publication = self.publication = complete()
             changes, data = publication.changes.to_wire()
             added = [
                 [e.number, e.slot.size_bytes, e.slot.segment.descriptor, e.slot.offset, e.slot.segment.nonce.hex()]
@@ -188,11 +196,11 @@ class Link:
         """The step is not to count; does not wait."""
         self._outbox.put(lambda: ({"op": "drop", "step": step}, b""))
 
-    def fetch(self, step: int | None) -> State:
-        """The state of a step, by default of the one that counts."""
+    def fetch(self, step: int | None, find_mesh: trees.FindMesh | None = None) -> State:
+        """The state of a step, by default of the one that counts; for ``find_mesh`` see `tree.load`."""
         wire.send(self._sock, {"op": "fetch", "step": step})
         words = self._answer("entries")
-        return _receive_state(self._sock, words, self._data)
+        return _receive_state(self._sock, words, self._data, find_mesh)
 
     def check(self) -> None:
         """Raises what a sending thread met, or what the standby has said, without waiting."""
@@ -231,8 +239,8 @@ class Link:
     def _send(self, sock: socket.socket, message: _Message) -> None:
         try:
             wire.send(sock, *message())
-        except (OSError, ValueError) as error:
-            self._fault = StandbyError(str(error)) if isinstance(error, ValueError) else error
+        except BaseException as error:  # the state may hold anything, also what cannot be pickled
+            self._fault = error
             with contextlib.suppress(OSError):  # so that a gate that waits for the answer notices
                 sock.shutdown(socket.SHUT_RDWR)
 
@@ -403,7 +411,9 @@ def _as_reader(address: str, timeout_s: float, ask: Callable[[socket.socket], _A
         ) from error
 
 
-def _receive_state(sock: socket.socket, words: dict[str, Any], tree: memoryview) -> State:
+def _receive_state(
+    sock: socket.socket, words: dict[str, Any], tree: memoryview, find_mesh: trees.FindMesh | None = None
+) -> State:
     entries: dict[int, torch.Tensor] = {}
     for number, size, checksum in words["entries"]:
         entry = torch.empty(size, dtype=torch.uint8)
@@ -415,4 +425,4 @@ def _receive_state(sock: socket.socket, words: dict[str, Any], tree: memoryview)
         entries[number] = entry
     if record_of(words["step"], bytes(tree), words["entries"]) != words["record"]:
         raise CorruptStateError(f"the commit record of step {words['step']} does not fit its state")
-    return State(words["step"], words["world_size"], trees.load(bytes(tree), entries.__getitem__))
+    return State(words["step"], words["world_size"], trees.load(bytes(tree), entries.__getitem__, find_mesh))

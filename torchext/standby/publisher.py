@@ -24,7 +24,7 @@ from torchext.standby.errors import (
 
 require_native()
 
-from torchext.standby.ledger import Ledger, Publication  # noqa: E402
+from torchext.standby.ledger import Ledger  # noqa: E402
 from torchext.standby.link import Identity, Link, State, open_link  # noqa: E402
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Publisher:
         self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         self._num_streams = num_streams
         self._link: Link | None = None
-        self._in_flight: tuple[int, Publication] | None = None
+        self._in_flight: int | None = None  # the step that the standby may be pulling
         self._bytes_before = 0  # of links that are gone
         self._committed_before: int | None = None
         self._reconnect: _Reconnect | None = None
@@ -118,7 +118,7 @@ class Publisher:
         try:
             link: Link = self._linked(take_over=True)
             try:
-                state = link.fetch(step)
+                state = link.fetch(step, self.ledger.mesh)
             except NoStateError:
                 return None
             link.resume(state.step)
@@ -163,9 +163,8 @@ class Publisher:
                 self.step = step
                 return
             link.check()
-            publication = self.ledger.publish(collect)
-            self._in_flight = step, publication
-            link.publish(step, publication)
+            link.publish(step, self.ledger.publish(collect))
+            self._in_flight = step
             self.step = step
             if self._mode == "rpo0" and self.gate():
                 self._timed(lambda: link.wait_committed(step))
@@ -188,8 +187,7 @@ class Publisher:
         """
         if self._in_flight is None or self._link is None:
             return False
-        step, publication = self._in_flight
-        link = self._link
+        step, link = self._in_flight, self._link
         try:
             link.check()
             self._timed(lambda: link.wait_pulled(step))
@@ -198,7 +196,8 @@ class Publisher:
             if written:
                 # It may have been written while it was pulled: what the standby has may be of no step at all.
                 link.drop(step)
-                self.ledger.take_back(publication)
+                assert link.publication is not None  # it was sent: the standby has pulled it
+                self.ledger.take_back(link.publication)
                 logger.warning(
                     "step %d is not committed: %s was changed between commit() and the optimizer's step; commit after "
                     "such changes",
@@ -229,8 +228,7 @@ class Publisher:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
-        link = self._link
-        step = None if self._in_flight is None else self._in_flight[0]
+        link, step = self._link, self._in_flight
         try:
             if self.gate() and link is not None and step is not None:
                 link.wait_committed(step)
@@ -238,10 +236,11 @@ class Publisher:
                 self._link.finish()
         except (StandbyError, OSError) as error:
             logger.warning("the last commit may be lost: %s", error)
-        self._unlink()
-        if self._reconnect is not None:
-            self._reconnect.cancel()
-        self.ledger.close()
+        finally:
+            self._unlink()
+            if self._reconnect is not None:
+                self._reconnect.cancel()
+            self.ledger.close()
 
     @property
     def bytes_pulled(self) -> int:

@@ -19,6 +19,7 @@ from torchext.standby import rng
 from torchext.standby.errors import StateMismatchError
 from torchext.standby.link import Identity
 from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport
+from torchext.standby.tree import later_states
 
 
 class Stateful(Protocol):
@@ -184,7 +185,7 @@ class Replicator:
             step,
             lambda: {
                 "models": {name: model.state_dict() for name, model in self._models.items()},
-                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "optimizers": [later_states(optimizer.state_dict()) for optimizer in self._optimizers],
                 "extra": {name: each.state_dict() for name, each in self._extra.items()},
                 "rng": rng.collect(),
                 "state": state,
