@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.ranks import Rank, start_ranks
-from tests.standby.processes import build
+from tests.ranks import Rank, run_ranks, start_ranks
+from tests.standby.processes import build, start_standby
+from tests.standby.sharded import be_killed
 from torchext.standby import Replicator
 from torchext.standby.link import fetch, status
 
@@ -66,3 +68,22 @@ def test_both_go_on_from_the_step_that_both_have(standby: Any, mode: str) -> Non
         assert resumed_losses == losses[start:]
         assert resumed_weights == weights
     assert status(address)["jobs"]["job"]["step"] == NUM_STEPS - 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_killed_at_random_points_end_as_if_undisturbed(standby: Any, tmp_path: Path, kind: str) -> None:
+    assert run_ranks(be_killed, 1, str(tmp_path), kind, "lag1", standby[1], 3, 0, deadline_s=240) == [3]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("mode", ["lag1", "rpo0"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_hundred_kills_of_ranks(tmp_path: Path, kind: str, mode: str) -> None:
+    process, address = start_standby("--jobs", "1000")
+    try:
+        assert run_ranks(be_killed, 1, str(tmp_path), kind, mode, address, 100, 1, deadline_s=900) == [100]
+    finally:
+        process.kill()
+        process.communicate()
