@@ -188,7 +188,6 @@ class PhantasyCheckpoint(Callback):
                 if wanted != "auto":
                     raise
                 return _Nothing({"pytorch-lightning_version": lightning.__version__})
-            link.resume(state.step)
         finally:
             link.close()
         checkpoint: dict[str, Any] = state.tree

@@ -6,6 +6,8 @@ import json
 import os
 import random
 import signal
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ from tests.ranks import Rank
 from tests.standby.processes import Net
 from tests.standby.training import die_after
 from torchext.standby import Replicator
+
+NUM_STEPS = 12
 
 
 def build(kind: str, rank: int) -> tuple[torch.nn.Module, torch.nn.Module, torch.optim.Optimizer]:
@@ -48,9 +52,7 @@ def weights(model: torch.nn.Module) -> dict[str, list[Any]]:
     }
 
 
-def train(
-    rank: int, store: Path, log: Path, num_steps: int, *, kind: str, address: str | None, mode: Any, job: str
-) -> None:
+def train(rank: int, store: Path, log: Path, *, kind: str, address: str | None, mode: Any, job: str) -> None:
     """One rank of two, from where the standby is to the end; writes a line for each step once `commit` has returned."""
     dist.init_process_group("gloo", store=dist.FileStore(str(store), 2), rank=rank, world_size=2)
     wrapped, model, optimizer = build(kind, rank)
@@ -62,7 +64,7 @@ def train(
     with log.open("a") as file:
         file.write(json.dumps({"start": start}) + "\n")
         file.flush()
-        for i in range(start, num_steps):
+        for i in range(start, NUM_STEPS):
             x = torch.randn(8, 32)
             loss = (wrapped(x) - x.flip(0)).square().mean()
             optimizer.zero_grad()
@@ -80,8 +82,10 @@ def train(
 class Group:
     """Both ranks of a training, forked from this process, which has imported what they need."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, program: Callable[..., None], **options: Any) -> None:
+        folder.mkdir()
         self._folder = folder
+        self._program = program
         self._options = options
         self._num_runs = 0
 
@@ -96,16 +100,21 @@ class Group:
             with (self._folder / f"log{rank}").open("a") as file:
                 file.write(json.dumps({"run": self._num_runs}) + "\n")
         pids = [self._fork(rank, lines if rank == victim else 0, place) for rank in range(2)]
-        running = set(pids)
-        good = True
+        running, failed = set(pids), False
         while running:
             pid, status = os.wait()
             running.remove(pid)
-            if status != 0:
-                good = False
+            if pids.index(pid) == victim and status == signal.SIGKILL:
                 for other in running:
                     os.kill(other, signal.SIGKILL)
-        return good
+                for other in running:
+                    os.waitpid(other, 0)
+                return False
+            # A survivor fails too, as it notices the death, perhaps before it is seen here.
+            assert status == 0 or victim >= 0, f"rank {pids.index(pid)} ended with status {status}"
+            failed |= status != 0
+        assert not failed, "a rank failed although none was killed"
+        return True
 
     def log(self, rank: int) -> list[dict[str, Any]]:
         """What a rank has written in all runs."""
@@ -120,42 +129,41 @@ class Group:
             if lines:
                 die_after(lines, place)
             random.seed(0)
-            train(rank, self._folder / f"store{self._num_runs}", self._folder / f"log{rank}", **self._options)
+            self._program(rank, self._folder / f"store{self._num_runs}", self._folder / f"log{rank}", **self._options)
             status = 0
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(status)
 
 
-def be_killed(rank: Rank, folder: str, kind: str, mode: str, address: str, num_deaths: int, seed: int) -> int:
+def be_killed(
+    rank: Rank, folder: str, program: Callable[..., None], kind: str, mode: str, address: str, deaths: int, seed: int
+) -> int:
     """Trainings that die again and again in random places, beside one that does not; checks that they are as one.
 
     Returns:
-        How often they died.
+        How many trainings were needed for so many deaths.
     """
     import torch.distributed.fsdp  # noqa: F401  once for all
 
-    num_steps, deaths = 12, 0
     numbers = random.Random(seed)
-    calm = Group(_made(folder, "calm"), num_steps=num_steps, kind=kind, address=None, mode=mode, job="")
+    calm = Group(Path(folder, "calm"), program, kind=kind, address=None, mode=mode, job="")
     assert calm.run()
-    while deaths < num_deaths:
-        name = f"{kind}-{mode}-{seed}-{deaths}"
-        rough = Group(_made(folder, name), num_steps=num_steps, kind=kind, address=address, mode=mode, job=name)
-        for _ in range(min(5, num_deaths - deaths)):
+    num_trainings = 0
+    while deaths > 0:
+        num_trainings += 1
+        name = f"{kind}-{mode}-{num_trainings}"
+        rough = Group(Path(folder, name), program, kind=kind, address=address, mode=mode, job=name)
+        for _ in range(min(5, deaths)):
             place = numbers.choice(["commit", "copy", "optimizer", "anywhere"])
             if rough.run(numbers.randrange(2), numbers.randrange(1, 8000), place):
                 break
-            deaths += 1
+            deaths -= 1
         else:
             assert rough.run()
         _assert_as_one(calm, rough, 0 if mode == "rpo0" else 1)
-    return deaths
-
-
-def _made(*parts: str) -> Path:
-    path = Path(*parts)
-    path.mkdir()
-    return path
+    return num_trainings
 
 
 def _assert_as_one(calm: Group, rough: Group, allowed: int) -> None:

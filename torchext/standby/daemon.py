@@ -359,14 +359,13 @@ class Session(threading.Thread):
             "commit": self._commit,
             "seal": self._seal,
             "drop": self._drop,
-            "resume": self._resume,
             "finish": self._finish,
         }
         while True:
             words, data = wire.receive(self._sock)
             try:
                 if words["op"] == "fetch":
-                    self._fetch(self.hello["job"], self.hello["rank"], words["step"])
+                    self._fetch(self.hello["job"], self.hello["rank"], words["step"], run=self.hello["run"])
                 else:
                     handlers[words["op"]](words, data)
             except (StandbyError, OSError, ValueError) as error:
@@ -420,11 +419,6 @@ class Session(threading.Thread):
             self.transport = words["transport"]
             self._source = LocalSource(self.hello["pid"]) if self.transport == "local" else TcpSource(words["streams"])
         self._send({"term": term, "steps": steps})
-
-    def _resume(self, words: dict[str, Any], _: memoryview) -> None:
-        job = self._claimed()
-        with self._daemon.changed:
-            job.book.resume(self._rank_number, self.hello["run"], words["step"])
 
     def _finish(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()
@@ -536,8 +530,12 @@ class Session(threading.Thread):
         else:
             raise StandbyError(f"unknown request {words['op']!r}")
 
-    def _fetch(self, name: str, number: int, step: int | None) -> None:
-        """Sends the state of a step, by default of the one that counts; no image of the rank changes meanwhile."""
+    def _fetch(self, name: str, number: int, step: int | None, run: str | None = None) -> None:
+        """Sends the state of a step, by default of the one that counts; no image of the rank changes meanwhile.
+
+        A training process, ``run``, goes on from that step: what its rank has beyond does not count from then on, so
+        that no late message of another rank's dead process can make the ranks go on from different steps.
+        """
         with self._daemon.changed:
             job = self._daemon.job(name)
             if not 0 <= number < job.world_size:
@@ -553,6 +551,8 @@ class Session(threading.Thread):
                 if step is None:
                     raise NoStateError(f"the standby holds no complete state of job {name!r}: {_progress(job)}")
                 image = rank.images.images[job.book.image(number, step)]
+                if run is not None:
+                    job.book.resume(number, run, step)
             entries = [[n, held.slot.size_bytes, held.checksum] for n, held in sorted(image.entries.items())]
             words = {"step": step, "world_size": job.world_size, "entries": entries, "record": image.record}
             self._sock.settimeout(_READER_TIMEOUT_S)

@@ -131,10 +131,6 @@ class Link:
         sender.start()
         self._threads.append(sender)
 
-    def resume(self, step: int) -> None:
-        """What this rank committed beyond the step does not count any more."""
-        wire.send(self._sock, {"op": "resume", "step": step})
-
     def publish(self, step: int, complete: Callable[[], Publication]) -> None:
         """Tells the standby what to pull; does not wait, but for what was sealed before to be on its way.
 
@@ -197,7 +193,10 @@ class Link:
         self._outbox.put(lambda: ({"op": "drop", "step": step}, b""))
 
     def fetch(self, step: int | None, find_mesh: trees.FindMesh | None = None) -> State:
-        """The state of a step, by default of the one that counts; for ``find_mesh`` see `tree.load`."""
+        """The state of a step, by default of the one that counts, to go on from.
+
+        What this rank committed beyond it does not count any more. For ``find_mesh`` see `tree.load`.
+        """
         wire.send(self._sock, {"op": "fetch", "step": step})
         words = self._answer("entries")
         return _receive_state(self._sock, words, self._data, find_mesh)

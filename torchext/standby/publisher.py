@@ -121,7 +121,6 @@ class Publisher:
                 state = link.fetch(step, self.ledger.mesh)
             except NoStateError:
                 return None
-            link.resume(state.step)
         except OSError as error:
             raise StandbyLostError(f"the standby at {self._standby} cannot be reached: {error}") from error
         return state
