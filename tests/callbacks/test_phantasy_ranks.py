@@ -9,7 +9,6 @@ import pytest
 
 from tests.callbacks.lightning_ranks import train
 from tests.ranks import run_ranks
-from tests.standby.processes import start_standby
 from tests.standby.sharded import be_killed
 
 pytestmark = pytest.mark.timeout(300)
@@ -17,15 +16,3 @@ pytestmark = pytest.mark.timeout(300)
 
 def test_ddp_killed_at_random_points_ends_as_if_undisturbed(standby: Any, tmp_path: Path) -> None:
     run_ranks(be_killed, 1, str(tmp_path), train, "ddp", "lag1", standby[1], 2, 0, deadline_s=240)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1000)
-@pytest.mark.parametrize("mode", ["lag1", "rpo0"])
-def test_a_hundred_kills_of_ddp(tmp_path: Path, mode: str) -> None:
-    process, address = start_standby("--jobs", "1000")
-    try:
-        run_ranks(be_killed, 1, str(tmp_path), train, "ddp", mode, address, 100, 1, deadline_s=900)
-    finally:
-        process.kill()
-        process.communicate()

@@ -1,11 +1,18 @@
-"""Trainings on two ranks that die in random places: a model that is replicated by DDP or sharded by FSDP2."""
+"""Trainings on two ranks that die in random places: a model that is replicated by DDP or sharded by FSDP2.
+
+``python -m tests.standby.sharded {ddp,fsdp,lightning} {lag1,rpo0} [--deaths 100] [--seed 1]`` lets them die
+so often, beside one that is left in peace.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
+import secrets
 import signal
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import Rank
-from tests.standby.processes import Net
+from tests.standby.processes import Net, start_standby
 from tests.standby.training import die_after
 from torchext.standby import Replicator
 
@@ -138,13 +145,16 @@ class Group:
 
 
 def be_killed(
-    rank: Rank, folder: str, program: Callable[..., None], kind: str, mode: str, address: str, deaths: int, seed: int
-) -> int:
-    """Trainings that die again and again in random places, beside one that does not; checks that they are as one.
-
-    Returns:
-        How many trainings were needed for so many deaths.
-    """
+    rank: Rank | None,
+    folder: str,
+    program: Callable[..., None],
+    kind: str,
+    mode: str,
+    address: str,
+    deaths: int,
+    seed: int,
+) -> None:
+    """Trainings that die again and again in random places, beside one that does not; checks that they are as one."""
     import torch.distributed.fsdp  # noqa: F401  once for all
 
     numbers = random.Random(seed)
@@ -163,7 +173,8 @@ def be_killed(
         else:
             assert rough.run()
         _assert_as_one(calm, rough, 0 if mode == "rpo0" else 1)
-    return num_trainings
+        if rank is None:
+            print(f"{num_trainings} trainings are as the one that was left in peace, {deaths} deaths to go", flush=True)
 
 
 def _assert_as_one(calm: Group, rough: Group, allowed: int) -> None:
@@ -196,3 +207,28 @@ def _runs(log: list[dict[str, Any]]) -> list[tuple[int | None, int | None]]:
         elif "step" in line:
             runs[-1] = runs[-1][0], line["step"]
     return runs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=["ddp", "fsdp", "lightning"])
+    parser.add_argument("mode", choices=["lag1", "rpo0"])
+    parser.add_argument("--deaths", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    os.environ.setdefault("TORCHEXT_STANDBY_TOKEN", secrets.token_hex(16))
+    torch.set_num_threads(1)
+    program = train
+    if options.kind == "lightning":
+        from tests.callbacks.lightning_ranks import train as program
+    process, address = start_standby("--jobs", "1000")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            be_killed(None, folder, program, options.kind, options.mode, address, options.deaths, options.seed)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+if __name__ == "__main__":
+    main()
