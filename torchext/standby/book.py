@@ -103,6 +103,17 @@ class Book:
         member.writing = image, step
         return image
 
+    def begin_ahead(self, rank: int, run: str) -> int | None:
+        """Starts to write the image of the next step, whose number is not known yet.
+
+        Returns:
+            Which one; `begin` will say the same. None where it might not: then it is too early.
+        """
+        newest = self.newest(rank)
+        if newest is None or newest not in self._common():
+            return None
+        return self.begin(rank, run, newest.step + 1)
+
     def seal(self, rank: int, run: str, step: int) -> None:
         """Makes the image that is being written count, in one move."""
         member = self._owned(rank, run)

@@ -291,6 +291,7 @@ class Session(threading.Thread):
         self._rank_number = 0
         self._source: LocalSource | TcpSource | None = None
         self._sizes: dict[int, int] = {}
+        self._ahead: tuple[int, set[int]] = 0, set()  # an image, and its entries that were read ahead of its commit
 
     def close(self) -> None:
         """Makes the thread end soon; from any thread."""
@@ -356,6 +357,7 @@ class Session(threading.Thread):
         self._sock.settimeout(None)  # it may compute for as long as it likes
         handlers: dict[str, Callable[[dict[str, Any], memoryview], None]] = {
             "claim": self._claim,
+            "ahead": self._pull_ahead,
             "commit": self._commit,
             "seal": self._seal,
             "drop": self._drop,
@@ -416,6 +418,7 @@ class Session(threading.Thread):
                 rank.session = self
                 steps = job.book.steps()
             self._sizes.clear()
+            self._ahead = 0, set()
             self.transport = words["transport"]
             self._source = LocalSource(self.hello["pid"]) if self.transport == "local" else TcpSource(words["streams"])
         self._send({"term": term, "steps": steps})
@@ -431,6 +434,24 @@ class Session(threading.Thread):
         if self._job is None:
             raise StandbyError("this connection has not claimed its rank")
         return self._job
+
+    def _pull_ahead(self, words: dict[str, Any], _: memoryview) -> None:
+        """Reads what an optimizer has changed while the rest of its step goes on."""
+        job = self._claimed()
+        rank = job.ranks[self._rank_number]
+        assert self._source is not None
+        num_bytes = 0
+        is_ready = not isinstance(self._source, TcpSource) or self._source.is_complete
+        with rank.hold():
+            with self._daemon.changed:
+                index = job.book.begin_ahead(self._rank_number, self.hello["run"]) if is_ready else None
+            if index is not None:
+                pulled, num_bytes = rank.images.pull_ahead(index, words["entries"], self._source)
+                before, numbers = self._ahead
+                self._ahead = index, pulled | numbers if index == before else pulled
+        with self._daemon.changed:
+            rank.stats["bytes"] += num_bytes
+        self._send({"ahead": words["order"], "bytes": num_bytes})
 
     def _commit(self, words: dict[str, Any], data: memoryview) -> None:
         job, step = self._claimed(), words["step"]
@@ -458,8 +479,11 @@ class Session(threading.Thread):
         self._wait(may_begin)
         index = image[0]
         assert index is not None
+        before, numbers = self._ahead
+        self._ahead = index, set()
+        ahead = numbers.intersection(words["ahead"]) if before == index else set()
         with rank.hold():
-            num_bytes = rank.images.write(index, step, bytes(data[:tree_bytes]), self._sizes, changes, source)
+            num_bytes = rank.images.write(index, step, bytes(data[:tree_bytes]), self._sizes, changes, source, ahead)
         with self._daemon.changed:
             rank.stats["commits"] += 1
             rank.stats["bytes"] += num_bytes

@@ -47,12 +47,14 @@ class Publication:
         added: Entries that the standby does not know yet.
         removed: Numbers of those that are no more.
         changes: What differs from the publication before that was sealed.
+        ahead: Of the entries that changed as a whole, those that have not since they were named by `Ledger.mark_step`.
     """
 
     tree: bytes
     added: list[Entry]
     removed: list[int]
     changes: Changes
+    ahead: set[int]
 
 
 # Optimizers that touch only the rows that a sparse gradient names, and when.
@@ -105,13 +107,19 @@ class Ledger:
         self._copies: list[Entry] = []  # in the order in which they are met
         self._num_copies = 0  # met so far in this commit
         self._pending = Changes()  # since the last commit that was sealed
+        self._ahead: set[int] = set()  # entries as a step that was marked has left them, which the standby knows
         self._added: dict[int, Entry] = {}
         self._removed: list[int] = []
 
     # --- what the optimizers do ---
 
-    def mark_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes what an optimizer has just changed; call it before the gradients are cleared."""
+    def mark_step(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Notes what an optimizer has just changed; call it before the gradients are cleared.
+
+        Returns:
+            The entries that changed as a whole and that the standby knows: it may read them ahead of the commit.
+        """
+        whole: list[int] = []
         for group in optimizer.param_groups:
             rows_only = self._track_rows and _keeps_to_rows(optimizer, group)
             for parameter in group["params"]:
@@ -125,9 +133,12 @@ class Ledger:
                         self._mark_rows(entry, parameter, indices)
                 else:
                     self._pending.add_whole(entry.number for entry in entries)
+                    whole += [entry.number for entry in entries if entry.number in self._known]
                 for entry in entries:
                     assert entry.tensor is not None
                     entry.version = entry.tensor._version
+        self._ahead.update(whole)
+        return whole
 
     def _entries_of(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[Entry]:
         key = id(parameter)
@@ -138,6 +149,7 @@ class Ledger:
 
     def _mark_rows(self, entry: Entry, parameter: torch.Tensor, indices: Any) -> None:
         assert entry.tensor is not None
+        self._ahead.discard(entry.number)
         if entry.tensor.shape == parameter.shape and entry.tensor.is_contiguous():
             row_bytes = entry.slot.size_bytes // parameter.shape[0]
             self._pending.add_rows(entry.number, Rows(row_bytes, indices), entry.slot.size_bytes)
@@ -155,6 +167,7 @@ class Ledger:
         self._pending.add_whole(entry.number for entry in written)
         for entry in written:
             assert entry.tensor is not None
+            self._ahead.discard(entry.number)
             entry.version = entry.tensor._version
         return written
 
@@ -184,7 +197,8 @@ class Ledger:
             self._added, self._removed = {}, []
             self._known.update((entry.number, entry) for entry in added)
             changes, self._pending = self._pending, Changes()
-            return Publication(data, added, removed, changes)
+            ahead, self._ahead = self._ahead & changes.whole, set()
+            return Publication(data, added, removed, changes, ahead)
 
         return complete
 
@@ -199,6 +213,7 @@ class Ledger:
     def renew(self) -> None:
         """The standby knows nothing: the next publication brings everything."""
         everything = [*self._owned.values(), *self._frozen.values(), *self._copies]
+        self._ahead = set()
         self._pending = Changes()
         self._pending.add_whole(entry.number for entry in everything)
         self._added = {entry.number: entry for entry in everything}
@@ -395,6 +410,7 @@ class Ledger:
             entry.tensor = moments[key[2]] = place
         entry.version = entry.tensor._version
         entry.reference = trees.reference(entry.number, place)
+        self._ahead.discard(entry.number)
         self._pending.add_whole([entry.number])
 
     def _forget_all_but(self, entries: dict[Any, Entry], kept: Iterable[Any]) -> None:

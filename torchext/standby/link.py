@@ -85,6 +85,7 @@ class Link:
         committed: The step that counts, as far as this process has heard.
         bytes_pulled: What the standby has read in all.
         publication: The last one that was sent.
+        read_ahead: How many orders to read ahead the standby has followed.
     """
 
     def __init__(self, sock: socket.socket, address: str, identity: Identity, timeout_s: float, is_local: bool) -> None:
@@ -104,6 +105,8 @@ class Link:
         self.committed: int | None = None
         self.bytes_pulled = 0
         self.publication: Publication | None = None
+        self.read_ahead = 0
+        self._num_orders = 0  # to read ahead
 
     def claim(self, *, take_over: bool, num_streams: int, find: Callable[[int], torch.Tensor]) -> None:
         """Becomes the owner of the rank, and opens the data streams where there are to be any.
@@ -159,11 +162,24 @@ class Link:
                 "added": added,
                 "removed": publication.removed,
                 "changes": changes,
+                "ahead": sorted(publication.ahead),
                 "tree_bytes": len(publication.tree),
             }
             return words, publication.tree + data
 
         self._outbox.put(encode)
+
+    def pull_ahead(self, numbers: list[int]) -> int:
+        """Lets the standby read entries that belong to the next commit; does not wait. Returns the order's number."""
+        self._num_orders += 1
+        order = self._num_orders
+        self._outbox.put(lambda: ({"op": "ahead", "order": order, "entries": numbers}, b""))
+        return order
+
+    def wait_ahead(self, order: int) -> None:
+        """Blocks until the standby has followed an order of `pull_ahead`."""
+        while self.read_ahead < order:
+            self._answer("ahead")
 
     def wait_pulled(self, step: int) -> None:
         """Blocks until the standby has everything of the step, or the timeout has passed."""
@@ -278,6 +294,9 @@ class Link:
     def _take_note(self, words: dict[str, Any]) -> None:
         if "committed" in words:
             self.committed = words["committed"]
+        if "ahead" in words:
+            self.read_ahead = words["ahead"]
+            self.bytes_pulled += words["bytes"]
         wire.raised(words)
 
 

@@ -88,6 +88,7 @@ class Publisher:
         self._num_streams = num_streams
         self._link: Link | None = None
         self._in_flight: int | None = None  # the step that the standby may be pulling
+        self._ahead: dict[torch.optim.Optimizer, int] = {}  # the last order to read ahead what each has changed
         self._bytes_before = 0  # of links that are gone
         self._committed_before: int | None = None
         self._reconnect: _Reconnect | None = None
@@ -165,6 +166,7 @@ class Publisher:
             link.publish(step, self.ledger.publish(collect))
             self._in_flight = step
             self.step = step
+            self._ahead.clear()  # what was read ahead is part of the step that is in flight
             if self._mode == "rpo0" and self.gate():
                 self._timed(lambda: link.wait_committed(step))
         except (FencedError, StateMismatchError):
@@ -174,8 +176,11 @@ class Publisher:
             self.step = step
             self._lose(error)
 
-    def gate(self) -> bool:
+    def gate(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Returns once the optimizers may change what they own: the standby has pulled it.
+
+        Args:
+            optimizer: If only this one may.
 
         Returns:
             Whether a step was sealed by this call; False where there was nothing to wait for, or it was dropped.
@@ -184,10 +189,15 @@ class Publisher:
             FencedError: Another process has taken over.
             StandbyLostError: With ``on_standby_loss="raise"``: the standby is gone, or did not end within the timeout.
         """
-        if self._in_flight is None or self._link is None:
+        link, step = self._link, self._in_flight
+        if link is None:
             return False
-        step, link = self._in_flight, self._link
+        orders = list(self._ahead.values()) if optimizer is None else [self._ahead.get(optimizer, 0)]
         try:
+            if max(orders, default=0) > link.read_ahead:
+                self._timed(lambda: link.wait_ahead(max(orders)))
+            if step is None:
+                return False
             link.check()
             self._timed(lambda: link.wait_pulled(step))
             written = self.ledger.written_since()
@@ -258,11 +268,13 @@ class Publisher:
 
     # --- within ---
 
-    def _before_step(self, *_: Any) -> None:
-        self.gate()
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.gate(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.ledger.mark_step(optimizer)
+        changed = self.ledger.mark_step(optimizer)
+        if self._mode == "rpo0" and self._link is not None and changed:
+            self._ahead[optimizer] = self._link.pull_ahead(changed)
 
     def _timed(self, wait: Any) -> None:
         start = time.perf_counter()
@@ -320,6 +332,7 @@ class Publisher:
             self._link.close()
         self._link = None
         self._in_flight = None
+        self._ahead.clear()
 
 
 class _Reconnect:
