@@ -9,7 +9,8 @@ contender some steps. Reported, as medians over all steps: how long a step took,
 rounds, and for how long saving held up the training (within the call, and at the gate before the optimizer's step).
 For standbys, the CPU time that their process took for each step, and what they read of the state in each step, also
 against the bytes that the step changed. Training uses one thread, as the standby's share of a machine is to be seen
-apart; --threads gives it more. Files go to a temporary folder.
+apart; --threads gives it more. "In backward" means that each parameter has an optimizer of its own, which steps as soon
+as the gradient is there. Files go to a temporary folder.
 """
 
 from __future__ import annotations
@@ -64,15 +65,29 @@ class Dense:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, fused=True)
         self.tokens = torch.randint(0, 2000, (options.batch, 64))
+        self.optimizers = [self.optimizer]
         self.changed_bytes = 3 * sum(parameter.nbytes for parameter in trained)  # with two moments each
 
     def make(self, options: argparse.Namespace) -> torch.nn.Module:
         return transformer(options.width, options.layers)
 
+    def step_in_backward(self) -> None:
+        """From now on each parameter is updated as soon as its gradient is there, by an optimizer of its own."""
+        own = {p: torch.optim.AdamW([p], fused=True) for group in self.optimizer.param_groups for p in group["params"]}
+
+        def update(parameter: torch.Tensor) -> None:
+            own[parameter].step()
+            own[parameter].zero_grad()
+
+        for parameter in own:
+            parameter.register_post_accumulate_grad_hook(update)
+        self.optimizers = list(own.values())
+
     def train(self) -> None:
         self.optimizer.zero_grad()
         self.model(self.tokens).square().mean().backward()
-        self.optimizer.step()
+        if self.optimizers == [self.optimizer]:
+            self.optimizer.step()
 
 
 class Adapted(Dense):
@@ -93,6 +108,7 @@ class Sparse:
     def __init__(self, options: argparse.Namespace) -> None:
         self.model: torch.nn.Module = torch.nn.Embedding(self.ROWS, self.WIDTH, sparse=True)
         self.optimizer: torch.optim.Optimizer = torch.optim.SparseAdam(self.model.parameters())
+        self.optimizers = [self.optimizer]
         self.generator = torch.Generator().manual_seed(0)
         self.changed_bytes = 0
 
@@ -114,9 +130,14 @@ WORKLOADS: dict[str, Callable[[argparse.Namespace], Dense | Sparse]] = {
 class Contender:
     """A training of its own; subclasses save."""
 
+    in_backward = False
+
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         torch.manual_seed(0)
         self.workload = WORKLOADS[options.workload](options)
+        if self.in_backward:
+            assert isinstance(self.workload, Dense)
+            self.workload.step_in_backward()
         self.model, self.optimizer = self.workload.model, self.workload.optimizer
         self.folder = folder
         self.step_s: list[float] = []
@@ -230,7 +251,7 @@ class Standby(Contender):
         self.address = self.process.stdout.readline().split()[-1]
         self.replicator = Replicator(
             self.model,
-            self.optimizer,
+            self.workload.optimizers,
             standby=self.address,
             job="benchmark",
             mode=self.mode,
@@ -278,6 +299,14 @@ class StandbyRpo0(Standby):
     mode = "rpo0"
 
 
+class NothingInBackward(Contender):
+    in_backward = True
+
+
+class StandbyRpo0InBackward(StandbyRpo0):
+    in_backward = True
+
+
 class StandbyTcp(Standby):
     transport = "tcp"
 
@@ -286,6 +315,8 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace, Path], Contender]] = {
     "nothing": Contender,
     "standby": Standby,
     "standby, rpo0": StandbyRpo0,
+    "nothing, in backward": NothingInBackward,
+    "standby, rpo0, in backward": StandbyRpo0InBackward,
     "standby, TCP": StandbyTcp,
     "torch.save": TorchSave,
     "TorchCheckpointIO": LightningIO,
@@ -301,12 +332,15 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of each training")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
-    parser.add_argument("--contenders", nargs="+", default=list(CONTENDERS), choices=list(CONTENDERS))
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=5)
     parser.add_argument("--batch", type=int, default=8, help="sequences of 64 tokens")
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
+    if options.contenders is None:
+        can_step_in_backward = options.workload != "sparse"
+        options.contenders = [name for name in CONTENDERS if can_step_in_backward or "in backward" not in name]
     os.environ.setdefault("TORCHEXT_STANDBY_TOKEN", secrets.token_hex(16))
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as root:
@@ -353,7 +387,7 @@ def main() -> None:
         if pulled is not None:
             words += f", {pulled[0] / 1e6:.2f} MB ({pulled[1]:.3f}x of what changed)"
         print(
-            f"{name:<20} step {1e3 * step_s:8.1f} ms ({100 * (step_s / base - 1):+6.1f} %)  held up "
+            f"{name:<26} step {1e3 * step_s:8.1f} ms ({100 * (step_s / base - 1):+6.1f} %)  held up "
             f"{1e3 * held_up_s:8.2f} ms ({100 * held_up_s / base:6.2f} % of a step){words}"
         )
     if options.json:

@@ -12,10 +12,10 @@ import torch
 
 from tests.launch.programs import TORCHEXT, TORCHRUN, Program
 from tests.ranks import Rank, run_ranks, start_ranks
-from tests.standby import launched
+from tests.standby import launched, sharded
 from tests.standby.processes import build, undisturbed
 from tests.standby.sharded import be_killed, train
-from torchext.standby import Replicator
+from torchext.standby import Replicator, StateMismatchError
 from torchext.standby.link import fetch, status
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -77,6 +77,27 @@ def test_both_go_on_from_the_step_that_both_have(standby: Any, mode: str) -> Non
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_killed_at_random_points_end_as_if_undisturbed(standby: Any, tmp_path: Path, kind: str) -> None:
     run_ranks(be_killed, 1, str(tmp_path), train, kind, "lag1", standby[1], 3, 0, deadline_s=240)
+
+
+def _shard_and_restore(rank: Rank, address: str) -> None:
+    _, model, optimizer = sharded.build("fsdp", 0)
+    with Replicator(model, optimizer, standby=address, job="job", mode="rpo0") as replicator:
+        model(torch.randn(8, 32)).sum().backward()
+        optimizer.step()
+        replicator.commit(0)
+        shards = {name: getattr(t, "_local_tensor", t).clone() for name, t in model.state_dict().items()}
+    seen = fetch(address, "job").tree["models"]["model"]  # by one who has no mesh
+    assert all(type(seen[name]) is torch.Tensor and torch.equal(seen[name], shards[name]) for name in shards)
+    model, optimizer = build()
+    with (
+        Replicator(model, optimizer, standby=address, job="job") as replicator,
+        pytest.raises(StateMismatchError, match=r"mesh of ranks \[0\] with dimensions \('shard',\), .* no DTensors"),
+    ):
+        replicator.restore()
+
+
+def test_shards_need_the_mesh_that_they_are_of(standby: Any) -> None:
+    run_ranks(_shard_and_restore, 1, standby[1], backend="gloo", deadline_s=90)
 
 
 @pytest.mark.timeout(300)

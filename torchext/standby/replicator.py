@@ -80,12 +80,14 @@ class Replicator:
         standby: ``"host:port"`` of a ``torchext standby``, or ``"local"``: one on this host, started if need be; it
             ends with the last training that it was needed for, or ten minutes after one that has crashed.
         job: Name of the job at the standby; None: see `default_job`.
-        rank: Rank of this process; None: of the default process group, else environment variable RANK, else 0.
+        rank: Rank of this process, which keeps its own state, of DTensors its shards; None: of the default process
+            group, else environment variable RANK, else 0.
         world_size: Number of processes; None: of the default process group, else environment variable WORLD_SIZE, else
             1. With several, a step counts once every rank has committed it, so all have to commit the same steps.
         extra: Further objects with a state, by name. Tensors in it are copied at each commit if they have changed.
         mode: ``"lag1"``: the standby pulls a step while the next one runs. ``"rpo0"``: `commit` returns only once the
-            standby holds the step.
+            standby holds the step; what an optimizer has changed is read as soon as it has stepped, so optimizers that
+            each step one parameter within the backward pass leave little to wait for.
         tracking: What of a parameter counts as changed by an optimizer's step: ``"owner"``, all of it where it has a
             gradient; ``"rows"``, the rows of a sparse gradient where the optimizer keeps to them; ``"auto"`` is rows.
         transport: ``"local"``: the standby reads this process's memory; ``"tcp"``; ``"auto"``: what is possible.
