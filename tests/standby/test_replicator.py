@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from typing import Any
 
@@ -313,6 +314,18 @@ def test_a_dropped_last_commit_does_not_keep_close_waiting(daemon: Daemon, caplo
     assert "step 1 is not committed" in caplog.text
     assert "may be lost" not in caplog.text  # as after a timeout
     assert _fetch(daemon).step == 0
+
+
+def test_a_state_that_cannot_be_pickled_raises_within_a_step(daemon: Daemon) -> None:
+    model, optimizer = build()
+    replicator = _replicator(daemon, model, optimizer)
+    step(model, optimizer)
+    optimizer.state[next(model.parameters())]["mine"] = lambda: None  # what optimizers keep is pickled by a thread
+    replicator.commit(0)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        replicator.gate()
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        replicator.close()
 
 
 def test_restoring_after_a_commit_is_refused(daemon: Daemon) -> None:
