@@ -23,6 +23,7 @@ from torchext.standby.link import Identity, open_link
 from torchext.standby.promote import await_promotion
 from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport, resume_from
 from torchext.standby.replicator import default_job
+from torchext.standby.tree import later_states
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule, Trainer
@@ -197,6 +198,7 @@ class PhantasyCheckpoint(Callback):
         def collect() -> dict[str, Any]:
             checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             loops.correct_loader_states(checkpoint)
+            checkpoint["optimizer_states"] = [later_states(state) for state in checkpoint["optimizer_states"]]
             checkpoint[_KEY] = loops.collect()
             if self._outputs is not None:
                 checkpoint[_KEY]["outputs"] = self._outputs.state()
@@ -224,16 +226,16 @@ class PhantasyCheckpoint(Callback):
         if not address or not (wanted in ("latest", "auto") or wanted.isdigit()):
             raise ValueError(f"expected ckpt_path={SCHEME}HOST:PORT/STEP, with a number, latest or auto, got {path!r}")
         step = int(wanted) if wanted.isdigit() else None
-        state = self._state(address, step, try_disk=wanted != "latest")
-        if state is not None:
-            checkpoint: dict[str, Any] = state.tree
-            return checkpoint
-        if wanted == "auto":
+        try:
+            checkpoint: dict[str, Any] = self._state(address, step, try_disk=wanted != "latest").tree
+        except NoStateError:
+            if wanted != "auto":
+                raise
             return _Nothing({"pytorch-lightning_version": lightning.__version__})
-        raise NoStateError(f"the standby at {address} holds no complete state of job {self._job or default_job()!r}")
+        return checkpoint
 
-    def _state(self, address: str, step: int | None, *, try_disk: bool) -> persist.State | None:
-        """The state of a step, or the last one; None if there is none."""
+    def _state(self, address: str, step: int | None, *, try_disk: bool) -> persist.State:
+        """The state of a step, or the last one."""
         identity, directory = self._identity, self._options["persist_dir"]
         assert identity is not None
         on_disk = persist.steps(directory, identity.job) if try_disk and directory is not None else []

@@ -38,6 +38,7 @@ def test_channels_reports_each_contender() -> None:
 
 
 @pytest.mark.slow  # for its processes
+@pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="torchext.standby needs Linux")
 def test_standby_reports_each_contender(tmp_path: Path) -> None:
     pytest.importorskip("torchext._native", reason="the native core was not built")
@@ -47,6 +48,13 @@ def test_standby_reports_each_contender(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [row["contender"] for row in rows] == names
     assert all(name in printed for name in names)
+    for workload in ("LoRA", "sparse"):
+        _run(HERE / "standby.py", *small, "--workload", workload, "--contenders", "nothing", "standby")
+        row = json.loads((tmp_path / "out.json").read_text())["rows"][1]
+        assert 0.99 <= row["bytes_per_changed_byte"] <= 1.05
+    few = ("--megabytes", "13", "--every", "1", "2", "--rounds", "1", "--json", tmp_path / "out.json")
+    _run(HERE / "standby_scaling.py", *few)
+    assert [row["every"] for row in json.loads((tmp_path / "out.json").read_text())["rows"]] == [1, 2]
 
 
 def test_import_time_reports_each_module() -> None:

@@ -27,6 +27,7 @@ pytestmark = [
     # Lightning about the jobs of these tests: few workers, a position that it cannot find.
     pytest.mark.filterwarnings("ignore:The '.*dataloader' does not have many workers"),
     pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:The `srun` command is available"),
     pytest.mark.filterwarnings("ignore:Consider setting `persistent_workers=True`"),
     pytest.mark.filterwarnings("ignore:The `srun` command is available"),  # on machines of a Slurm cluster
 ]

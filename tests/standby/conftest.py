@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -29,6 +30,17 @@ def daemon() -> Iterator[Daemon]:
         yield daemon
         daemon.stop()
         thread.join()
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[str]:
+    """The address of a standby process that no test harms."""
+    os.environ["TORCHEXT_STANDBY_TOKEN"] = "a secret of the tests"
+    process, address = start_standby("--jobs", "1000")
+    del os.environ["TORCHEXT_STANDBY_TOKEN"]
+    yield address
+    process.kill()
+    process.communicate()
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ class Primaries(RuleBasedStateMachine):
         self.next_step = [0] * world_size
         self.writing: list[tuple[int, int] | None] = [None] * world_size
         self.begun = [-1] * world_size  # the last step of this run that each rank began or waits to begin
+        self.promised: list[int | None] = [None] * world_size  # the image that each rank has begun ahead of its step
         self.skipped: set[int] = set()  # steps of this run that some rank left out
         self.restart(fresh=True)
 
@@ -53,11 +54,12 @@ class Primaries(RuleBasedStateMachine):
         self.next_step = [start] * self.world_size
         self.writing = [None] * self.world_size
         self.begun = [-1] * self.world_size
+        self.promised = [None] * self.world_size
         self.skipped = set()
 
     @rule(
         actions=st.lists(
-            st.tuples(st.integers(0, 2), st.sampled_from(["write", "write", "begin", "seal", "drop", "skip"]))
+            st.tuples(st.integers(0, 2), st.sampled_from(["write", "write", "begin", "ahead", "seal", "drop", "skip"]))
         )
     )
     def train(self, actions: list[tuple[int, str]]) -> None:
@@ -71,6 +73,16 @@ class Primaries(RuleBasedStateMachine):
             self.what_counts_was_sealed_by_all_and_is_held()
             self.what_counts_never_goes_back_within_a_run()
             self.at_most_one_step_is_lost()
+
+    def ahead(self, rank: int) -> None:
+        """An optimizer has stepped: what it changed is read before there is a commit."""
+        rank %= self.world_size
+        if self.writing[rank] is not None or self.next_step[rank] > min(self.next_step) + 1:
+            return
+        image = self.book.begin_ahead(rank, self.run)
+        if image is not None:
+            self.contents[rank][image] = None
+            self.promised[rank] = image
 
     def begin(self, rank: int) -> None:
         rank %= self.world_size
@@ -89,6 +101,8 @@ class Primaries(RuleBasedStateMachine):
             assert self.book.behind(rank)
             assert all(self.begun[other] <= newest.step for other in self.book.behind(rank))
             return
+        assert self.promised[rank] in (None, image)
+        self.promised[rank] = None
         latest = self.book.latest()
         if latest is not None:
             assert self.book.image(rank, latest) != image
@@ -146,6 +160,7 @@ class Primaries(RuleBasedStateMachine):
         rank %= self.world_size
         self.book.claim(rank, self.run)
         self.writing[rank] = None
+        self.promised[rank] = None
 
     @property
     def run(self) -> str:

@@ -35,17 +35,6 @@ NUM_STEPS = 12
 
 
 @pytest.fixture(scope="module")
-def running() -> Iterator[str]:
-    """The address of a standby process that no test harms."""
-    os.environ["TORCHEXT_STANDBY_TOKEN"] = "a secret of the tests"
-    process, address = start_standby("--jobs", "1000")
-    del os.environ["TORCHEXT_STANDBY_TOKEN"]
-    yield address
-    process.kill()
-    process.communicate()
-
-
-@pytest.fixture(scope="module")
 def trainings() -> Iterator[Trainings]:
     os.environ["TORCHEXT_STANDBY_TOKEN"] = "a secret of the tests"
     running = Trainings()

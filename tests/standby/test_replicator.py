@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -314,6 +315,18 @@ def test_a_dropped_last_commit_does_not_keep_close_waiting(daemon: Daemon, caplo
     assert _fetch(daemon).step == 0
 
 
+def test_a_state_that_cannot_be_pickled_raises_within_a_step(daemon: Daemon) -> None:
+    model, optimizer = build()
+    replicator = _replicator(daemon, model, optimizer)
+    step(model, optimizer)
+    optimizer.state[next(model.parameters())]["mine"] = lambda: None  # what optimizers keep is pickled by a thread
+    replicator.commit(0)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        replicator.gate()
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):
+        replicator.close()
+
+
 def test_restoring_after_a_commit_is_refused(daemon: Daemon) -> None:
     model, optimizer = build()
     with _replicator(daemon, model, optimizer) as replicator:
@@ -354,6 +367,64 @@ def test_a_step_that_one_rank_drops_costs_that_step_alone(daemon: Daemon, times:
                 for rank in range(2):
                     _assert_same(fetch(daemon.address, "job", rank=rank).tree["models"]["model"], expected[rank])
         assert all(replicator.stats["connected"] for *_, replicator in parts)
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_in_rpo0_each_parameter_is_read_as_soon_as_it_is_updated(daemon: Daemon, transport: Any) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+    optimizers = {p: torch.optim.Adam([p], foreach=False) for p in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    large = sum(3 * p.nbytes for p in model.parameters() if p.ndim == 2)
+    with _replicator(daemon, model, list(optimizers.values()), mode="rpo0", transport=transport) as replicator:
+        pulled: list[int] = []
+        for i in range(10):
+            num_backwards = 2 if i == 6 else 1  # updated again before it was committed
+            for _ in range(num_backwards):
+                model(torch.randn(8, 64)).square().mean().backward()
+            if i == 7:
+                with torch.no_grad():
+                    model[1].weight.mul_(1.5)  # changed again after it was read
+            link = replicator._publisher._link
+            if link is not None and i > 2:
+                replicator.gate()  # all is read before there is a commit of it
+                at_commit = replicator.stats["bytes_pulled"]
+                assert at_commit - pulled[-1] == num_backwards * large
+            replicator.commit(i)
+            pulled.append(replicator.stats["bytes_pulled"])
+            if i == 7:
+                assert pulled[-1] - at_commit >= model[1].weight.nbytes
+            state = _fetch(daemon)
+            assert state.step == i
+            _assert_same(state.tree["models"]["model"], model.state_dict())
+            _assert_same(state.tree["optimizers"], [optimizer.state_dict() for optimizer in optimizers.values()])
+
+
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+def test_what_was_read_ahead_of_a_commit_that_never_came_does_not_count(daemon: Daemon, transport: Any) -> None:
+    model, optimizer = build()
+    with _replicator(daemon, model, optimizer, mode="rpo0", transport=transport) as replicator:
+        for i in range(4):
+            step(model, optimizer)
+            replicator.commit(i)
+        expected = copy.deepcopy(model.state_dict())
+        step(model, optimizer)
+        replicator.gate()  # it was read
+        replicator._publisher._unlink()  # as if the process had died
+    _assert_same(_fetch(daemon).tree["models"]["model"], expected)
+    model, optimizer = build(seed=99)
+    with _replicator(daemon, model, optimizer, mode="rpo0", transport=transport) as replicator:
+        assert replicator.restore() is not None
+        _assert_same(model.state_dict(), expected)
+        for i in range(4, 7):
+            step(model, optimizer)
+            replicator.commit(i)
+            _assert_same(_fetch(daemon).tree["models"]["model"], model.state_dict())
 
 
 def test_state_that_grows_and_shrinks(daemon: Daemon) -> None:

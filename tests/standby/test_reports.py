@@ -96,8 +96,8 @@ def test_memory_is_not_written_before_the_standby_has_read_it(standby: Any) -> N
         gate = replicator._publisher.gate
         seen: list[dict[str, torch.Tensor]] = []
 
-        def waits() -> bool:
-            done = gate()
+        def waits(*arguments: Any) -> bool:
+            done = gate(*arguments)
             seen.append(copy.deepcopy(model.state_dict()))
             return done
 

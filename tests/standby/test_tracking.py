@@ -168,6 +168,42 @@ def test_an_audit_names_what_tracking_missed_and_the_next_commit_mends_it(daemon
         _assert_held(daemon, model, optimizer)
 
 
+@pytest.mark.parametrize("transport", ["local", "tcp"])
+@pytest.mark.parametrize("tracking", ["auto", "pages"])
+def test_an_audit_covers_what_was_read_ahead_of_the_commit(
+    daemon: Daemon, tracking: Any, transport: Any, request: pytest.FixtureRequest
+) -> None:
+    if tracking == "pages":
+        request.getfixturevalue("pages")
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+    optimizers = {p: torch.optim.Adam([p], foreach=False) for p in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    options = {"tracking": tracking, "transport": transport, "audit_every_n_steps": 1}
+    with _replicator(daemon, model, list(optimizers.values()), **options) as replicator:
+        for i in range(8):
+            before = replicator.stats["bytes_pulled"]
+            model(torch.randn(8, 64)).square().mean().backward()
+            replicator.gate()  # by now all is read that can be
+            if i > 2:
+                assert (replicator.stats["bytes_pulled"] > before) == (tracking == "auto")
+            if i == 4:
+                model[1].weight.data.mul_(2.0)  # since then, and no version says so
+            if i == 4 and tracking == "auto":
+                with pytest.warns(MissedChangeWarning, match=r"step 4 is not committed: .* model\.1\.weight changed"):
+                    replicator.commit(i)
+                assert fetch(daemon.address, "job").step == 3
+            else:
+                replicator.commit(i)  # warnings are errors
+                assert fetch(daemon.address, "job").step == i
+                _assert_held(daemon, model)
+
+
 def test_an_audit_finds_a_copy_that_has_gone_bad(daemon: Daemon) -> None:
     model, optimizer = build()
     with _replicator(daemon, model, optimizer, audit_every_n_steps=1) as replicator:

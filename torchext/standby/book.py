@@ -89,12 +89,7 @@ class Book:
         Returns:
             Which one, 0 or 1; None as long as it has to wait for other ranks (see `behind`).
         """
-        member = self._owned(rank, run)
-        if member.term is None:
-            member.term = self.term
-            # What earlier processes did not all seal is of no use to anybody.
-            common = self._common()
-            member.images = [record if record in common else None for record in member.images]
+        member = self._entered(rank, run)
         member.begun = step
         newest = self.newest(rank)
         if newest is None:
@@ -107,6 +102,20 @@ class Book:
             return None
         member.images[image] = None
         member.writing = image, step
+        return image
+
+    def begin_ahead(self, rank: int, run: str) -> int | None:
+        """Starts to write the image of the next step, whose number is not known yet.
+
+        Returns:
+            Which one; `begin` will say the same. None where it might not: then it is too early.
+        """
+        member = self._entered(rank, run)
+        newest = self.newest(rank)
+        if newest is None or newest not in self._common():
+            return None
+        image = 1 - member.images.index(newest)
+        member.images[image] = None
         return image
 
     def seal(self, rank: int, run: str, step: int) -> None:
@@ -169,6 +178,16 @@ class Book:
             raise NoStateError(f"the standby does not hold step {step} of rank {rank}, only {steps}")
         common = self._common()
         return max(found, key=lambda record: (record in common, record))
+
+    def _entered(self, rank: int, run: str) -> _Member:
+        """The member, which writes in the present term from now on."""
+        member = self._owned(rank, run)
+        if member.term is None:
+            member.term = self.term
+            # What earlier processes did not all seal is of no use to anybody.
+            common = self._common()
+            member.images = [record if record in common else None for record in member.images]
+        return member
 
     def _owned(self, rank: int, run: str) -> _Member:
         member = self.members[rank]

@@ -305,6 +305,7 @@ class Session(threading.Thread):
         self.is_superseded = False  # another process takes the rank over: guarded by the daemon's condition
         self._watcher: threading.Thread | None = None
         self._can_read_memory = False
+        self._ahead: tuple[int, set[int]] = 0, set()  # an image, and its entries that were read ahead of its commit
 
     def close(self) -> None:
         """Makes the thread end soon; from any thread."""
@@ -403,10 +404,11 @@ class Session(threading.Thread):
         self._sock.settimeout(None)  # it may compute for as long as it likes
         handlers: dict[str, Callable[[dict[str, Any], memoryview], None]] = {
             "claim": self._claim,
+            "ahead": self._pull_ahead,
             "commit": self._commit,
             "seal": self._seal,
             "drop": self._drop,
-            "resume": self._resume,
+            "start_over": self._start_over,
             "finish": self._finish,
             "warm": self._await_loss,
             "released": self._released,
@@ -415,7 +417,7 @@ class Session(threading.Thread):
             words, data = wire.receive(self._sock)
             try:
                 if words["op"] == "fetch":
-                    self._fetch(self.hello["job"], self.hello["rank"], words["step"])
+                    self._fetch(self.hello["job"], self.hello["rank"], words["step"], run=self.hello["run"])
                 else:
                     handlers[words["op"]](words, data)
             except (StandbyError, OSError, ValueError) as error:
@@ -473,6 +475,7 @@ class Session(threading.Thread):
                 rank.session = self
                 steps = job.book.steps()
             self._sizes.clear()
+            self._ahead = 0, set()
             self.transport = words["transport"]
             self._source = LocalSource(self.hello["pid"]) if self.transport == "local" else TcpSource(words["streams"])
         if self._can_read_memory and self._watcher is None:
@@ -481,13 +484,10 @@ class Session(threading.Thread):
             persister.close()
         self._send({"term": term, "steps": steps, "released": rank.released})
 
-    def _resume(self, words: dict[str, Any], _: memoryview) -> None:
+    def _start_over(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()
         with self._daemon.changed:
-            if words["held"]:
-                job.book.resume(self._rank_number, self.hello["run"], words["step"])
-            else:
-                job.book.start_over(self._rank_number, self.hello["run"])
+            job.book.start_over(self._rank_number, self.hello["run"])
             if job.persister is not None:
                 job.persister.forget_after(words["step"])
 
@@ -576,6 +576,24 @@ class Session(threading.Thread):
             raise StandbyError("this connection has not claimed its rank")
         return self._job
 
+    def _pull_ahead(self, words: dict[str, Any], _: memoryview) -> None:
+        """Reads what an optimizer has changed while the rest of its step goes on."""
+        job = self._claimed()
+        rank = job.ranks[self._rank_number]
+        assert self._source is not None
+        num_bytes = 0
+        is_ready = not isinstance(self._source, TcpSource) or self._source.is_complete
+        with rank.hold():
+            with self._daemon.changed:
+                index = job.book.begin_ahead(self._rank_number, self.hello["run"]) if is_ready else None
+            if index is not None:
+                pulled, num_bytes = rank.images.pull_ahead(index, words["entries"], self._source)
+                before, numbers = self._ahead
+                self._ahead = index, pulled | numbers if index == before else pulled
+        with self._daemon.changed:
+            rank.stats["bytes"] += num_bytes
+        self._send({"ahead": words["order"], "bytes": num_bytes})
+
     def _commit(self, words: dict[str, Any], data: memoryview) -> None:
         job, step = self._claimed(), words["step"]
         rank, run = job.ranks[self._rank_number], self.hello["run"]
@@ -602,8 +620,11 @@ class Session(threading.Thread):
         self._wait(may_begin)
         index = image[0]
         assert index is not None
+        before, numbers = self._ahead
+        self._ahead = index, set()
+        ahead = numbers.intersection(words["ahead"]) if before == index else set()
         with rank.hold():
-            num_bytes = rank.images.write(index, step, bytes(data[:tree_bytes]), self._sizes, changes, source)
+            num_bytes = rank.images.write(index, step, bytes(data[:tree_bytes]), self._sizes, changes, source, ahead)
             held = rank.images.images[index].entries if words["audit"] else {}
             checksums = [[number, each.checksum] for number, each in held.items()]
         with self._daemon.changed:
@@ -680,8 +701,12 @@ class Session(threading.Thread):
         else:
             raise StandbyError(f"unknown request {words['op']!r}")
 
-    def _fetch(self, name: str, number: int, step: int | None) -> None:
-        """Sends the state of a step, by default of the one that counts; no image of the rank changes meanwhile."""
+    def _fetch(self, name: str, number: int, step: int | None, run: str | None = None) -> None:
+        """Sends the state of a step, by default of the one that counts; no image of the rank changes meanwhile.
+
+        A training process, ``run``, goes on from that step: what its rank has beyond does not count from then on, so
+        that no late message of another rank's dead process can make the ranks go on from different steps.
+        """
         with self._daemon.changed:
             job = self._daemon.job(name)
             if not 0 <= number < job.world_size:
@@ -697,6 +722,10 @@ class Session(threading.Thread):
                 if step is None:
                     raise NoStateError(f"the standby holds no complete state of job {name!r}: {job.progress()}")
                 image = rank.images.images[job.book.image(number, step)]
+                if run is not None:
+                    job.book.resume(number, run, step)
+                    if job.persister is not None:
+                        job.persister.forget_after(step)
             entries = [[n, held.slot.size_bytes, held.checksum] for n, held in sorted(image.entries.items())]
             words = {"step": step, "world_size": job.world_size, "entries": entries, "record": image.record}
             self._sock.settimeout(_READER_TIMEOUT_S)

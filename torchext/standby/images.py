@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -99,7 +99,16 @@ class Images:
         self._budget = budget
         self._closed = False
 
-    def write(self, index: int, step: int, tree: bytes, sizes: dict[int, int], changes: Changes, source: Source) -> int:
+    def write(
+        self,
+        index: int,
+        step: int,
+        tree: bytes,
+        sizes: dict[int, int],
+        changes: Changes,
+        source: Source,
+        ahead: Set[int] = frozenset(),
+    ) -> int:
         """Makes an image the state of ``step``, all but its record.
 
         Args:
@@ -109,6 +118,7 @@ class Images:
             sizes: Bytes of each entry that the state has now.
             changes: Entries that differ from the other image.
             source: Gives them.
+            ahead: Those that `pull_ahead` has brought already.
 
         Returns:
             How many bytes came from the source.
@@ -131,7 +141,9 @@ class Images:
             raise StandbyError(f"entries {unknown} are new and have not been sent whole")
         try:
             self._catch_up(image, other, changes)
-            num_bytes = source.pull(changes, image.entries)
+            pulled = Changes()
+            pulled.whole, pulled.rows = changes.whole - ahead, changes.rows
+            num_bytes = source.pull(pulled, image.entries)
         except BaseException:
             # Half written: none of it may be taken for the other image's contents.
             image.missing.add_whole([*changes.whole, *changes.rows, *image.missing.rows])
@@ -141,6 +153,19 @@ class Images:
         image.record = image.compute_record()
         self._last_changes = changes
         return num_bytes
+
+    def pull_ahead(self, index: int, numbers: Iterable[int], source: Source) -> tuple[set[int], int]:
+        """Brings entries into an image that is to be written; they count once `write` is told that they are as then.
+
+        Returns:
+            Those of the entries that the image has, and how many bytes they are.
+        """
+        image = self.images[index]
+        image.record = None
+        changes = Changes()
+        changes.add_whole(number for number in numbers if number in image.entries)
+        image.missing.add_whole(changes.whole)  # unless they do come to count
+        return changes.whole, source.pull(changes, image.entries)
 
     def seal(self, index: int) -> None:
         """The image is whole from now on; the other one lacks what changed, and what it lacked before.

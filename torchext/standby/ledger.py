@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from torchext._native import standby as native
 from torchext.standby import tree as trees
 from torchext.standby.arena import Arena, Slot
 from torchext.standby.changes import Changes, Rows
+from torchext.standby.errors import StateMismatchError
 from torchext.standby.pages import PAGE_BYTES, PageTracking
 
 
@@ -25,8 +26,9 @@ class Entry:
         number: Its name on the wire; never used twice.
         slot: Where its bytes lie.
         name: For messages.
-        tensor: The tensor that was adopted; None for a copy made at each commit.
+        tensor: The tensor that was adopted, or whose local part was; None for a copy made at each commit.
         version: Autograd's count of changes to the tensor when its bytes were last accounted for.
+        reference: What the pickle of the state has for the tensor that was adopted.
     """
 
     number: int
@@ -34,6 +36,7 @@ class Entry:
     name: str
     tensor: torch.Tensor | None = None
     version: int = 0
+    reference: trees.Reference | None = None
 
 
 @dataclass(frozen=True)
@@ -45,12 +48,14 @@ class Publication:
         added: Entries that the standby does not know yet.
         removed: Numbers of those that are no more.
         changes: What differs from the publication before that was sealed.
+        ahead: Of the entries that changed as a whole, those that have not since they were named by `Ledger.mark_step`.
     """
 
     tree: bytes
     added: list[Entry]
     removed: list[int]
     changes: Changes
+    ahead: set[int]
 
 
 # Optimizers that touch only the rows that a sparse gradient names, and when.
@@ -101,18 +106,27 @@ class Ledger:
         self._restless: set[int] = set()  # ids of such parameters that somebody changes all the same
         self._parameters: dict[int, torch.Tensor] = {}  # keeps the ids valid
         self._by_address: dict[int, Entry] = {}
+        self._has_left = False  # whether something large could not be adopted
+        self._places: list[int] | None = None  # of all that is adopted, at the last commit (see _places_now)
         self._copies: list[Entry] = []  # in the order in which they are met
         self._num_copies = 0  # met so far in this commit
         self._pending = Changes()  # since the last commit that was sealed
+        self._ahead: set[int] = set()  # entries as a step that was marked has left them, which the standby knows
         self._added: dict[int, Entry] = {}
         self._removed: list[int] = []
 
     # --- what the optimizers do ---
 
-    def mark_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes what an optimizer has just changed; call it before the gradients are cleared."""
+    def mark_step(self, optimizer: torch.optim.Optimizer) -> list[int]:
+        """Notes what an optimizer has just changed; call it before the gradients are cleared.
+
+        Returns:
+            The entries that changed as a whole and that the standby knows: it may read them ahead of the commit. None
+            where pages are tracked, which do not tell whether an entry was written once more after this.
+        """
         if self._pages is not None:
-            return
+            return []
+        whole: list[int] = []
         for group in optimizer.param_groups:
             rows_only = self._track_rows and _keeps_to_rows(optimizer, group)
             for parameter in group["params"]:
@@ -126,9 +140,12 @@ class Ledger:
                         self._mark_rows(entry, parameter, indices)
                 else:
                     self._pending.add_whole(entry.number for entry in entries)
+                    whole += [entry.number for entry in entries if entry.number in self._known]
                 for entry in entries:
                     assert entry.tensor is not None
                     entry.version = entry.tensor._version
+        self._ahead.update(whole)
+        return whole
 
     def _entries_of(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[Entry]:
         key = id(parameter)
@@ -139,6 +156,7 @@ class Ledger:
 
     def _mark_rows(self, entry: Entry, parameter: torch.Tensor, indices: Any) -> None:
         assert entry.tensor is not None
+        self._ahead.discard(entry.number)
         if entry.tensor.shape == parameter.shape and entry.tensor.is_contiguous():
             row_bytes = entry.slot.size_bytes // parameter.shape[0]
             self._pending.add_rows(entry.number, Rows(row_bytes, indices), entry.slot.size_bytes)
@@ -159,31 +177,47 @@ class Ledger:
         self._pending.add_whole(entry.number for entry in written)
         for entry in written:
             assert entry.tensor is not None
+            self._ahead.discard(entry.number)
             entry.version = entry.tensor._version
         return written
 
     # --- commits ---
 
-    def publish(self, collect: Callable[[], Any]) -> Publication:
+    def publish(self, collect: Callable[[], Any], *, at_once: bool = False) -> Callable[[], Publication]:
         """Adopts what is new, copies what is not adopted, and says what changed.
 
         Args:
             collect: Gives the tree of the state. Called after the adoption: the tree's tensors are further users of
                 the memory, which would keep it from being moved.
+            at_once: Whether all is done when this returns, as for `checksums`. So it is where pages are tracked: what
+                is written to them from then on is no part of the state.
+
+        Returns:
+            Ends it: pickles what the tree has left for `tree.Later`. Call it once, in whatever thread, before anything
+            else of the ledger.
         """
         self._adopt_all()
         self._num_copies = 0
-        data = trees.dump(collect(), self._find, self._copy)
-        for entry in self._copies[self._num_copies :]:
-            self._remove(entry)
-        del self._copies[self._num_copies :]
-        if self._pages is not None:
-            self._pages.take(self._arena.segments, self._adopted(), self._pending)
-        added, removed = list(self._added.values()), self._removed
-        self._added, self._removed = {}, []
-        self._known.update((entry.number, entry) for entry in added)
-        changes, self._pending = self._pending, Changes()
-        return Publication(data, added, removed, changes)
+        pickle_rest = trees.dump(collect(), self._find, self._copy)
+
+        def complete() -> Publication:
+            data = pickle_rest()
+            for entry in self._copies[self._num_copies :]:
+                self._remove(entry)
+            del self._copies[self._num_copies :]
+            if self._pages is not None:  # after all copies, which may share pages with what was adopted
+                self._pages.take(self._arena.segments, self._adopted(), self._pending)
+            added, removed = list(self._added.values()), self._removed
+            self._added, self._removed = {}, []
+            self._known.update((entry.number, entry) for entry in added)
+            changes, self._pending = self._pending, Changes()
+            ahead, self._ahead = self._ahead & changes.whole, set()
+            return Publication(data, added, removed, changes, ahead)
+
+        if not at_once and self._pages is None:
+            return complete
+        publication = complete()
+        return lambda: publication
 
     def take_back(self, publication: Publication) -> None:
         """A publication was not sealed: what it would have brought belongs to the next one.
@@ -196,6 +230,7 @@ class Ledger:
     def renew(self) -> None:
         """The standby knows nothing: the next publication brings everything."""
         everything = [*self._owned.values(), *self._frozen.values(), *self._copies]
+        self._ahead = set()
         self._pending = Changes()
         self._pending.add_whole(entry.number for entry in everything)
         self._added = {entry.number: entry for entry in everything}
@@ -217,6 +252,31 @@ class Ledger:
         """The bytes of an entry: (size,) uint8. From any thread, between a publication and the next."""
         return self._known[number].slot.base
 
+    def mesh(self, wanted: trees.Mesh) -> Any:
+        """The mesh of the modules' or optimizers' DTensors that is so.
+
+        Raises:
+            StateMismatchError: There is none; the message names those that there are.
+        """
+        found = {}
+        for tensor in self._all_parameters():
+            described = trees.mesh_of(tensor)
+            if described is not None:
+                found[repr(described)] = tensor.device_mesh  # type: ignore[attr-defined]
+        if repr(wanted) not in found:
+            raise StateMismatchError(
+                f"the standby's state is spread over a mesh of ranks {wanted[0]} with dimensions {wanted[1]}, this "
+                f"program's DTensors over {', '.join(found) or 'none: it has no DTensors'}"
+            )
+        return found[repr(wanted)]
+
+    def _all_parameters(self) -> Iterator[torch.Tensor]:
+        for module in self.modules.values():
+            yield from module.parameters()
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+
     @property
     def arena_bytes(self) -> int:
         """Shared memory in use."""
@@ -231,11 +291,17 @@ class Ledger:
     def _adopted(self) -> list[tuple[int, Slot]]:
         return [(e.number, e.slot) for entries in (self._owned, self._frozen) for e in entries.values()]
 
-    def _find(self, tensor: torch.Tensor) -> int | None:
+    def _find(self, tensor: torch.Tensor) -> trees.Reference | None:
         entry = self._by_address.get(tensor.data_ptr())
-        if entry is None or entry.slot.size_bytes != tensor.nbytes or not _is_dense(tensor):
+        if entry is None:
             return None
-        return entry.number
+        assert entry.reference is not None
+        _, (number, dtype, shape, stride) = entry.reference
+        if tensor.dtype is dtype and tensor.shape == shape and tensor.stride() == stride:
+            return entry.reference
+        if entry.slot.size_bytes != tensor.nbytes or not _is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
+            return None
+        return trees.reference(number, tensor)
 
     def _copy(self, tensor: torch.Tensor) -> int:
         """Brings a contiguous tensor into the next copy; returns its number."""
@@ -269,6 +335,40 @@ class Ledger:
     # --- adoption ---
 
     def _adopt_all(self) -> None:
+        if self._places is None or self._places != self._places_now():
+            self._places = self._places_now() if self._look_at_all() else None
+        for entry in self.written_since():
+            # A parameter of no optimizer that changes all the same is copied from now on.
+            for identity, frozen_entry in list(self._frozen.items()):
+                if frozen_entry is entry and entry.tensor is not None and entry.number in self._known:
+                    self._restless.add(identity)
+                    self._parameters[identity] = entry.tensor
+                    self._forget_all_but(self._frozen, self._frozen.keys() - {identity})
+
+    def _places_now(self) -> list[int]:
+        """Identity and address of each tensor that could be adopted: whether all is as before is quick to see."""
+        found: list[int] = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    found += id(parameter), _address(parameter)
+            for moments in optimizer.state.values():
+                for value in moments.values() if isinstance(moments, dict) else ():
+                    if isinstance(value, torch.Tensor) and value.ndim:
+                        found += id(value), _address(value)
+        left: list[torch.nn.Module | None] = [*self.modules.values()]
+        while left:
+            module = left.pop()
+            if module is not None:
+                left += module._modules.values()
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        found += id(parameter), _address(parameter)
+        return found
+
+    def _look_at_all(self) -> bool:
+        """Adopts what can be; false where something large could not, as it may be possible another time."""
+        self._has_left = False
         owned: set[tuple[int, int, str]] = set()
         owners: set[int] = set()
         fresh: list[tuple[dict[Any, Entry], Any, str, torch.Tensor, dict[str, Any] | None]] = []
@@ -294,20 +394,14 @@ class Ledger:
         self._forget_all_but(self._owned, owned)
         self._forget_all_but(self._frozen, frozen)
         if fresh:
-            self._arena.reserve(sum(tensor.nbytes for *_, tensor, _ in fresh), len(fresh))
+            self._arena.reserve(sum(trees.local(tensor).nbytes for *_, tensor, _ in fresh), len(fresh))
             paths = {id(p): f"{name}.{path}" for name, m in self.modules.items() for path, p in m.named_parameters()}
             for entries, key, name, tensor, moments in fresh:
                 found = paths.get(key[0] if isinstance(key, tuple) else key)
                 if found is not None:
                     name = found if moments is None else f"{key[2]} of {found}"
                 self._adopt(entries, key, name, tensor, moments)
-        for entry in self.written_since():
-            # A parameter of no optimizer that changes all the same is copied from now on.
-            for identity, frozen_entry in list(self._frozen.items()):
-                if frozen_entry is entry and entry.tensor is not None and entry.number in self._known:
-                    self._restless.add(identity)
-                    self._parameters[identity] = entry.tensor
-                    self._forget_all_but(self._frozen, self._frozen.keys() - {identity})
+        return not self._has_left
 
     def _look_at(
         self,
@@ -321,11 +415,13 @@ class Ledger:
     ) -> None:
         """Sees whether a tensor is where it was; else notes it in ``fresh`` if it can be adopted."""
         entry = entries.get(key)
-        if entry is not None and entry.slot.address == tensor.data_ptr() and entry.tensor is tensor:
+        if entry is not None and entry.tensor is tensor and entry.slot.address == _address(tensor):
             seen.add(key)
-        elif _can_be_adopted(tensor):
+        elif _can_be_adopted(trees.local(tensor)):
             seen.add(key)
             fresh.append((entries, key, name, tensor, moments))
+        elif trees.local(tensor).nbytes > trees.INLINE_BYTES:
+            self._has_left = True
 
     def _adopt(
         self, entries: dict[Any, Entry], key: Any, name: str, tensor: torch.Tensor, moments: dict[str, Any] | None
@@ -333,19 +429,25 @@ class Ledger:
         entry = entries.get(key)
         if entry is not None:
             entry.tensor = None  # it may be the last user of the slot
-        if entry is None or entry.slot.size_bytes != tensor.nbytes or entry.slot.is_shared():
+        local = trees.local(tensor)
+        if entry is None or entry.slot.size_bytes != local.nbytes or entry.slot.is_shared():
             if entry is not None:
                 self._forget_all_but(entries, entries.keys() - {key})
-            entry = entries[key] = self._new_entry(tensor.nbytes, name)
+            entry = entries[key] = self._new_entry(local.nbytes, name)
         self._by_address[entry.slot.address] = entry
-        place = trees.view(entry.slot.base, tensor.dtype, tuple(tensor.shape), tensor.stride())
-        place.copy_(tensor.detach())
-        if moments is None:
+        place = trees.view(entry.slot.base, local.dtype, tuple(local.shape), local.stride())
+        place.copy_(local.detach())
+        if local is not tensor:
+            tensor._local_tensor = place  # type: ignore[attr-defined]
+            entry.tensor = tensor
+        elif moments is None:
             tensor.data = place
             entry.tensor = tensor
         else:
             entry.tensor = moments[key[2]] = place
         entry.version = entry.tensor._version
+        entry.reference = trees.reference(entry.number, place)
+        self._ahead.discard(entry.number)
         self._pending.add_whole([entry.number])
 
     def _forget_all_but(self, entries: dict[Any, Entry], kept: Iterable[Any]) -> None:
@@ -356,6 +458,11 @@ class Ledger:
             entry.tensor = None
             del self._by_address[entry.slot.address]
             self._remove(entry)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    local = trees.local(tensor)
+    return local.data_ptr() if local.layout is torch.strided else 0
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

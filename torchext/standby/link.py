@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import select
 import socket
 import subprocess
@@ -55,8 +56,15 @@ class Identity:
         return cls(job, rank, world_size, uuid.uuid4().hex)
 
 
+# Gives what to send; called in the thread that sends.
+_Message = Callable[[], tuple[dict[str, Any], bytes]]
+
+
 class Link:
     """One connection; made by `open_link`. Not thread-safe.
+
+    All is encoded and sent by one thread, in order: the standby, woken by a message, does not take the core from the
+    thread that trains, and a connection that is stuck holds nobody up before the gate.
 
     Attributes:
         transport: ``"local"`` or ``"tcp"``.
@@ -64,6 +72,8 @@ class Link:
         bytes_pulled: What the standby has read in all.
         released: The last output that a process of this rank has let out, at the time of `claim`; -1: none.
         notices: What it has said to have gone wrong, and nobody has taken out yet.
+        publication: The last one that was sent.
+        read_ahead: How many orders to read ahead the standby has followed.
     """
 
     def __init__(
@@ -82,7 +92,10 @@ class Link:
         self._timeout_s = timeout_s
         self._threads: list[threading.Thread] = []
         self._streams: list[socket.socket] = []
-        self._fault: Exception | None = None  # of a sending thread
+        self._fault: BaseException | None = None  # of a sending thread
+        self._outbox: queue.SimpleQueue[_Message | threading.Event | None] = queue.SimpleQueue()
+        self._sealed = threading.Event()  # whether the last seal was sent
+        self._sealed.set()
         self._data = memoryview(b"")  # what came with the last answer
         self._inbox: list[tuple[dict[str, Any], memoryview]] = []  # came before it was waited for
         self._heartbeat_s = heartbeat_s  # a silence after which the standby takes this process for lost
@@ -92,6 +105,16 @@ class Link:
         self.bytes_pulled = 0
         self.released = -1
         self.notices: list[str] = []
+        self.publication: Publication | None = None
+        self.read_ahead = 0
+        self._num_orders = 0  # to read ahead
+        # A socket of its own, as the timeout of the other one is that of the answer that is being waited for. Made
+        # here, as both share whether they block, which the thread must not change while an answer is waited for.
+        outgoing = sock.dup()
+        outgoing.settimeout(timeout_s)
+        sender = threading.Thread(target=self._send_all, args=(outgoing,), name="torchext-standby-send", daemon=True)
+        sender.start()
+        self._threads.append(sender)
 
     def claim(
         self,
@@ -114,7 +137,7 @@ class Link:
         """
         streams = num_streams if self.transport == "tcp" else 0
         words = {"op": "claim", "take_over": take_over, "transport": self.transport, "streams": streams}
-        wire.send(self._sock, {**words, "persist": persist})
+        self._post({**words, "persist": persist})
         answer = self._answer("term")
         if answer["steps"]:
             self.committed = answer["steps"][-1]
@@ -141,7 +164,7 @@ class Link:
         Raises:
             StandbyLostError: The standby is gone.
         """
-        wire.send(self._sock, {"op": "warm"})
+        self._post({"op": "warm"})
         self._sock.settimeout(None)
         try:
             while "promoted" not in wire.raised(wire.receive(self._sock)[0]):
@@ -151,34 +174,63 @@ class Link:
         finally:
             self._sock.settimeout(self._timeout_s)
 
-    def resume(self, step: int, *, held: bool = True) -> None:
-        """What this rank committed beyond the step does not count any more.
+    def start_over(self, step: int) -> None:
+        """Goes on from a step that the standby does not hold: nothing that it holds counts. Returns once that is sent.
+
+        Raises:
+            OSError: It cannot be sent.
+        """
+        self._post({"op": "start_over", "step": step})
+        self.flush()
+        self.committed = None
+
+    def publish(self, step: int, complete: Callable[[], Publication], *, audit: bool = False) -> None:
+        """Tells the standby what to pull; does not wait, but for what was sealed before to be on its way.
+
+        So a process that dies from here on has lost no more than this step.
 
         Args:
             step: The step.
-            held: Whether the standby holds it; else nothing that it holds counts.
-        """
-        wire.send(self._sock, {"op": "resume", "step": step, "held": held})
-        if not held:
-            self.committed = None
+            complete: Gives the publication; called by the thread that sends it, before `wait_pulled` returns.
+            audit: Whether the standby is to say the checksums of all that it has then.
 
-    def publish(self, step: int, publication: Publication, *, audit: bool = False) -> None:
-        """Tells the standby what to pull, and whether to say the checksums of all that it has then; does not wait."""
-        changes, data = publication.changes.to_wire()
-        added = [
-            [e.number, e.slot.size_bytes, e.slot.segment.descriptor, e.slot.offset, e.slot.segment.nonce.hex()]
-            for e in publication.added
-        ]
-        words = {
-            "op": "commit",
-            "step": step,
-            "added": added,
-            "removed": publication.removed,
-            "changes": changes,
-            "tree_bytes": len(publication.tree),
-            "audit": audit,
-        }
-        wire.send(self._sock, words, publication.tree + data)
+        Raises:
+            TimeoutError: It is not within the timeout.
+        """
+        if not self._sealed.wait(self._timeout_s):
+            raise TimeoutError(f"the connection has taken nothing for {self._timeout_s:g} s")
+
+        def encode() -> tuple[dict[str, Any], bytes]:
+            publication = self.publication = complete()
+            changes, data = publication.changes.to_wire()
+            added = [
+                [e.number, e.slot.size_bytes, e.slot.segment.descriptor, e.slot.offset, e.slot.segment.nonce.hex()]
+                for e in publication.added
+            ]
+            words = {
+                "op": "commit",
+                "step": step,
+                "added": added,
+                "removed": publication.removed,
+                "changes": changes,
+                "ahead": sorted(publication.ahead),
+                "tree_bytes": len(publication.tree),
+                "audit": audit,
+            }
+            return words, publication.tree + data
+
+        self._outbox.put(encode)
+
+    def pull_ahead(self, numbers: list[int]) -> int:
+        """Lets the standby read entries that belong to the next commit; does not wait. Returns the order's number."""
+        self._num_orders += 1
+        self._post({"op": "ahead", "order": self._num_orders, "entries": numbers})
+        return self._num_orders
+
+    def wait_ahead(self, order: int) -> None:
+        """Blocks until the standby has followed an order of `pull_ahead`."""
+        while self.read_ahead < order:
+            self._answer("ahead")
 
     def wait_pulled(self, step: int) -> dict[int, int]:
         """Blocks until the standby has everything of the step, or the timeout has passed.
@@ -192,7 +244,9 @@ class Link:
 
     def seal(self, step: int) -> None:
         """The step, pulled whole, is to count; does not wait."""
-        wire.send(self._sock, {"op": "seal", "step": step})
+        self._sealed = threading.Event()
+        self._post({"op": "seal", "step": step})
+        self._outbox.put(self._sealed)
 
     def wait_committed(self, step: int) -> None:
         """Blocks until the step counts: all ranks have sealed it."""
@@ -200,45 +254,89 @@ class Link:
             self._answer("committed")
 
     def note_released(self, number: int) -> None:
-        """Lets the standby remember the last output that was let out; does not wait."""
-        wire.send(self._sock, {"op": "released", "number": number})
+        """Lets the standby remember the last output that was let out. Returns once that is sent.
+
+        Raises:
+            OSError: It cannot be sent.
+        """
+        self._post({"op": "released", "number": number})
+        self.flush()
 
     def finish(self) -> None:
-        """The training is over: nobody will resume it."""
-        wire.send(self._sock, {"op": "finish"})
+        """The training is over: nobody will resume it. Does not wait."""
+        self._post({"op": "finish"})
+
+    def flush(self) -> None:
+        """Blocks until all of the above is sent, or the timeout has passed.
+
+        Raises:
+            OSError: It cannot be sent.
+        """
+        sent = threading.Event()
+        self._outbox.put(sent)
+        if not sent.wait(self._timeout_s):
+            raise TimeoutError(f"the connection has taken nothing for {self._timeout_s:g} s")
+        if self._fault is not None:
+            raise self._fault
 
     def drop(self, step: int) -> None:
         """The step is not to count; does not wait."""
-        wire.send(self._sock, {"op": "drop", "step": step})
+        self._post({"op": "drop", "step": step})
 
-    def fetch(self, step: int | None) -> State:
-        """The state of a step, by default of the one that counts."""
-        wire.send(self._sock, {"op": "fetch", "step": step})
+    def fetch(self, step: int | None, find_mesh: trees.FindMesh | None = None) -> State:
+        """The state of a step, by default of the one that counts, to go on from.
+
+        What this rank committed beyond it does not count any more. For ``find_mesh`` see `tree.load`.
+        """
+        self._post({"op": "fetch", "step": step})
         words = self._answer("entries")
-        return _receive_state(self._sock, words, self._data)
+        return _receive_state(self._sock, words, self._data, find_mesh)
 
     def check(self) -> None:
         """Raises what a sending thread met, or what the standby has said, without waiting."""
+        while _readable(self._sock):
+            self._inbox.append(self._receive(time.monotonic() + self._timeout_s, "a message that has begun"))
+            self._take_note(self._inbox[-1][0])
         if self._fault is not None:
             raise self._fault
-        while _readable(self._sock):
-            self._inbox.append(wire.receive(self._sock))
-            self._take_note(self._inbox[-1][0])
 
     def close(self) -> None:
         """Ends the connection and its threads. Idempotent."""
+        self._outbox.put(None)
         if self._heartbeat is not None:
             self._heartbeat.stop()
         for sock in [self._sock, *self._streams]:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
         for thread in self._threads:
             thread.join()
+        for sock in [self._sock, *self._streams]:
+            sock.close()
 
     def _names(self) -> dict[str, Any]:
         i = self._identity
         return {"job": i.job, "rank": i.rank, "world_size": i.world_size, "run": i.run}
+
+    def _post(self, words: dict[str, Any]) -> None:
+        """Has a message sent, after all that were to be sent before."""
+        self._outbox.put(lambda: (words, b""))
+
+    def _send_all(self, sock: socket.socket) -> None:
+        """Until the end of the outbox; what comes after a failure is not sent."""
+        with sock:
+            while (message := self._outbox.get()) is not None:
+                if isinstance(message, threading.Event):
+                    message.set()
+                elif self._fault is None:
+                    self._send(sock, message)
+
+    def _send(self, sock: socket.socket, message: _Message) -> None:
+        try:
+            wire.send(sock, *message())
+        except BaseException as error:  # the state may hold anything, also what cannot be pickled
+            self._fault = error
+            with contextlib.suppress(OSError):  # so that a gate that waits for the answer notices
+                sock.shutdown(socket.SHUT_RDWR)
 
     def _serve(self, stream: socket.socket, find: Callable[[int], torch.Tensor]) -> None:
         try:
@@ -267,6 +365,8 @@ class Link:
             return wire.receive(self._sock, deadline=deadline)
         except TimeoutError as error:
             raise TimeoutError(f"no answer ({what}) within {self._timeout_s:g} s") from error
+        except ConnectionError as error:
+            raise self._fault or error from error  # of the two, what happened first
         finally:
             self._sock.settimeout(self._timeout_s)
 
@@ -275,6 +375,9 @@ class Link:
             self.committed = words["committed"]
         if "notice" in words:
             self.notices.append(words["notice"])
+        if "ahead" in words:
+            self.read_ahead = words["ahead"]
+            self.bytes_pulled += words["bytes"]
         wire.raised(words)
 
 
@@ -407,7 +510,9 @@ def _as_reader(address: str, timeout_s: float, ask: Callable[[socket.socket], _A
         ) from error
 
 
-def _receive_state(sock: socket.socket, words: dict[str, Any], tree: memoryview) -> State:
+def _receive_state(
+    sock: socket.socket, words: dict[str, Any], tree: memoryview, find_mesh: trees.FindMesh | None = None
+) -> State:
     entries: dict[int, torch.Tensor] = {}
     for number, size, checksum in words["entries"]:
         entry = torch.empty(size, dtype=torch.uint8)
@@ -419,4 +524,4 @@ def _receive_state(sock: socket.socket, words: dict[str, Any], tree: memoryview)
         entries[number] = entry
     if record_of(words["step"], bytes(tree), words["entries"]) != words["record"]:
         raise CorruptStateError(f"the commit record of step {words['step']} does not fit its state")
-    return State(words["step"], words["world_size"], trees.load(bytes(tree), entries.__getitem__))
+    return State(words["step"], words["world_size"], trees.load(bytes(tree), entries.__getitem__, find_mesh))

@@ -38,7 +38,8 @@ class State:
     Attributes:
         step: Of which step.
         world_size: Of how many ranks.
-        tree: The state; its tensors are its own and on the CPU.
+        tree: The state; its tensors are its own and on the CPU. A reader of the standby gets the rank's own parts of
+            DTensors, as plain tensors.
     """
 
     step: int
@@ -60,9 +61,15 @@ def steps(directory: str | Path, job: str) -> list[int]:
 
 
 def load(
-    directory: str | Path, job: str, *, rank: int, world_size: int | None = None, step: int | None = None
+    directory: str | Path,
+    job: str,
+    *,
+    rank: int,
+    world_size: int | None = None,
+    step: int | None = None,
+    find_mesh: trees.FindMesh | None = None,
 ) -> State:
-    """Reads a state; ``step`` None: the last.
+    """Reads a state; ``step`` None: the last. For ``find_mesh`` see `tree.load`.
 
     Raises:
         NoStateError: It is not there.
@@ -90,7 +97,7 @@ def load(
             f"{folder} is of {words['world_size']} ranks, this program has {world_size}; go on with as many, or use "
             "another job name"
         )
-    return State(words["step"], words["world_size"], trees.load(tree, entries.__getitem__))
+    return State(words["step"], words["world_size"], trees.load(tree, entries.__getitem__, find_mesh))
 
 
 def _read(file: Any) -> tuple[dict[str, Any], bytes, dict[int, torch.Tensor]]:

@@ -27,7 +27,8 @@ from torchext.standby.errors import (
 require_native()
 
 from torchext.standby import persist  # noqa: E402
-from torchext.standby.ledger import Ledger, Publication  # noqa: E402
+from torchext.standby import tree as trees  # noqa: E402
+from torchext.standby.ledger import Ledger  # noqa: E402
 from torchext.standby.link import Identity, Link, open_link  # noqa: E402
 from torchext.standby.pages import PageTracking  # noqa: E402
 from torchext.standby.promote import await_promotion  # noqa: E402
@@ -120,7 +121,8 @@ class Publisher:
         self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
         self._num_streams = num_streams
         self._link: Link | None = None
-        self._in_flight: tuple[int, Publication] | None = None
+        self._in_flight: int | None = None  # the step that the standby may be pulling
+        self._ahead: dict[torch.optim.Optimizer, int] = {}  # the last order to read ahead what each has changed
         self._bytes_before = 0  # of links that are gone
         self._committed_before: int | None = None
         self._reconnect: _Reconnect | None = None
@@ -163,7 +165,11 @@ class Publisher:
         on_disk = persist.steps(self._persist_dir, self._identity.job) if self._persist_dir is not None else []
         try:
             link: Link = self._linked(take_over=True)
-            return resume_from(link, step, on_disk, self._load_from_disk)
+            return resume_from(link, step, on_disk, self._load_from_disk, self.ledger.mesh)
+        except NoStateError:
+            if step is None:
+                return None
+            raise
         except (OSError, StandbyLostError) as error:
             if on_disk and step in (None, *on_disk) and self._on_standby_loss == "degrade":
                 self._lose(error)
@@ -173,7 +179,9 @@ class Publisher:
     def _load_from_disk(self, step: int | None) -> persist.State:
         i = self._identity
         assert self._persist_dir is not None
-        return persist.load(self._persist_dir, i.job, rank=i.rank, world_size=i.world_size, step=step)
+        return persist.load(
+            self._persist_dir, i.job, rank=i.rank, world_size=i.world_size, step=step, find_mesh=self.ledger.mesh
+        )
 
     def connect(self) -> None:
         """Claims the rank, if that was not done yet; call it before the first step.
@@ -212,12 +220,12 @@ class Publisher:
                 self.step = step
                 return
             self._check(link)
-            publication = self.ledger.publish(collect)
-            self._in_flight = step, publication
             audit = self._is_audit_due(step)
-            link.publish(step, publication, audit=audit)
+            link.publish(step, self.ledger.publish(collect, at_once=audit), audit=audit)
+            self._in_flight = step
             self._expected = self.ledger.checksums() if audit else None  # while it pulls
             self.step = step
+            self._ahead.clear()  # what was read ahead is part of the step that is in flight
             if self._mode == "rpo0" and self.gate():
                 self._timed(lambda: link.wait_committed(step))
         except (FencedError, StateMismatchError):
@@ -227,8 +235,11 @@ class Publisher:
             self.step = step
             self._lose(error)
 
-    def gate(self) -> bool:
+    def gate(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
         """Returns once the optimizers may change what they own: the standby has pulled it.
+
+        Args:
+            optimizer: If only this one may.
 
         Returns:
             Whether a step was sealed by this call; False where there was nothing to wait for, or it was dropped.
@@ -237,11 +248,15 @@ class Publisher:
             FencedError: Another process has taken over.
             StandbyLostError: With ``on_standby_loss="raise"``: the standby is gone, or did not end within the timeout.
         """
-        if self._in_flight is None or self._link is None:
+        link, step = self._link, self._in_flight
+        if link is None:
             return False
-        step, publication = self._in_flight
-        link = self._link
+        orders = list(self._ahead.values()) if optimizer is None else [self._ahead.get(optimizer, 0)]
         try:
+            if max(orders, default=0) > link.read_ahead:
+                self._timed(lambda: link.wait_ahead(max(orders)))
+            if step is None:
+                return False
             self._check(link)
             checksums = self._timed(lambda: link.wait_pulled(step))
             written = self.ledger.written_since()
@@ -249,7 +264,8 @@ class Publisher:
             if written:
                 # It may have been written while it was pulled: what the standby has may be of no step at all.
                 link.drop(step)
-                self.ledger.take_back(publication)
+                assert link.publication is not None  # it was sent: the standby has pulled it
+                self.ledger.take_back(link.publication)
                 logger.warning(
                     "step %d is not committed: %s was changed between commit() and the optimizer's step; commit after "
                     "such changes",
@@ -258,7 +274,8 @@ class Publisher:
                 )
             elif not self._is_as_expected(step, checksums):
                 link.drop(step)
-                self.ledger.take_back(publication)
+                assert link.publication is not None
+                self.ledger.take_back(link.publication)
             else:
                 link.seal(step)
                 self._has_warned = False
@@ -272,8 +289,7 @@ class Publisher:
 
     def settle(self) -> None:
         """Returns once the last commit counts, or cannot."""
-        link = self._link
-        step = None if self._in_flight is None else self._in_flight[0]
+        link, step = self._link, self._in_flight
         try:
             if self.gate() and link is not None and step is not None:
                 link.wait_committed(step)
@@ -293,16 +309,19 @@ class Publisher:
         self._closed = True
         for hook in self._hooks:
             hook.remove()
-        self.settle()
         try:
-            if finished and self._link is not None:
-                self._link.finish()
-        except OSError as error:
-            logger.warning("the standby does not know that the training is over: %s", error)
-        self._unlink()
-        if self._reconnect is not None:
-            self._reconnect.cancel()
-        self.ledger.close()
+            self.settle()
+            if self._link is not None:
+                if finished:
+                    self._link.finish()
+                self._link.flush()
+        except (StandbyError, OSError) as error:
+            logger.warning("the standby may not know how the training has ended: %s", error)
+        finally:
+            self._unlink()
+            if self._reconnect is not None:
+                self._reconnect.cancel()
+            self.ledger.close()
 
     @property
     def bytes_pulled(self) -> int:
@@ -320,7 +339,7 @@ class Publisher:
         return -1 if self._link is None else self._link.released
 
     def note_released(self, number: int) -> None:
-        """Lets the standby, if there is one, remember the last output that was let out; does not wait.
+        """Lets the standby, if there is one, remember the last output that was let out; returns once that is sent.
 
         Raises:
             StandbyLostError: With ``on_standby_loss="raise"``.
@@ -328,7 +347,7 @@ class Publisher:
         if self._link is not None:
             try:
                 self._link.note_released(number)
-            except OSError as error:
+            except (OSError, StandbyError) as error:
                 self._lose(error)
 
     @property
@@ -347,11 +366,13 @@ class Publisher:
                 raise StandbyError(notice)
             warnings.warn(f"{notice}; training goes on, a later state is tried", PersistWarning, stacklevel=4)
 
-    def _before_step(self, *_: Any) -> None:
-        self.gate()
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.gate(optimizer)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.ledger.mark_step(optimizer)
+        changed = self.ledger.mark_step(optimizer)
+        if self._mode == "rpo0" and self._link is not None and changed:
+            self._ahead[optimizer] = self._link.pull_ahead(changed)
 
     def _is_audit_due(self, step: int) -> bool:
         every = self._audit_every_n_steps
@@ -443,11 +464,16 @@ class Publisher:
             self._link.close()
         self._link = None
         self._in_flight = None
+        self._ahead.clear()
 
 
 def resume_from(
-    link: Link, step: int | None, on_disk: list[int], load: Callable[[int | None], persist.State]
-) -> persist.State | None:
+    link: Link,
+    step: int | None,
+    on_disk: list[int],
+    load: Callable[[int | None], persist.State],
+    find_mesh: trees.FindMesh | None = None,
+) -> persist.State:
     """The state of a step, by default the last one, of a standby whose rank was claimed, or from the disk.
 
     Args:
@@ -455,24 +481,20 @@ def resume_from(
         step: None: the last.
         on_disk: The steps that are there.
         load: Reads one of them.
+        find_mesh: For a state of the standby, see `tree.load`.
 
-    Returns:
-        None where there is none.
+    Raises:
+        NoStateError: There is none.
     """
     held = link.committed
     if step is not None or not on_disk or (held is not None and held >= on_disk[-1]):
         try:
-            state = link.fetch(step)
+            return link.fetch(step, find_mesh)
         except NoStateError:
-            if step is None:
-                return None
             if step not in on_disk:
                 raise
-        else:
-            link.resume(state.step)
-            return state
     state = load(step)
-    link.resume(state.step, held=False)
+    link.start_over(state.step)
     return state
 
 

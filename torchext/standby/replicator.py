@@ -19,6 +19,7 @@ from torchext.standby import rng
 from torchext.standby.errors import StateMismatchError
 from torchext.standby.link import Identity
 from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport
+from torchext.standby.tree import later_states
 
 
 class Stateful(Protocol):
@@ -86,12 +87,14 @@ class Replicator:
         standby: ``"host:port"`` of a ``torchext standby``, or ``"local"``: one on this host, started if need be; it
             ends with the last training that it was needed for, or ten minutes after one that has crashed.
         job: Name of the job at the standby; None: see `default_job`.
-        rank: Rank of this process; None: of the default process group, else environment variable RANK, else 0.
+        rank: Rank of this process, which keeps its own state, of DTensors its shards; None: of the default process
+            group, else environment variable RANK, else 0.
         world_size: Number of processes; None: of the default process group, else environment variable WORLD_SIZE, else
             1. With several, a step counts once every rank has committed it, so all have to commit the same steps.
         extra: Further objects with a state, by name. Tensors in it are copied at each commit if they have changed.
         mode: ``"lag1"``: the standby pulls a step while the next one runs. ``"rpo0"``: `commit` returns only once the
-            standby holds the step.
+            standby holds the step; what an optimizer has changed is read as soon as it has stepped, so optimizers that
+            each step one parameter within the backward pass leave little to wait for.
         tracking: What of a parameter counts as changed by an optimizer's step: ``"owner"``, all of it where it has a
             gradient; ``"rows"``, the rows of a sparse gradient where the optimizer keeps to them; ``"auto"`` is rows.
             ``"pages"``: the pages that anybody has written to, as the kernel saw it (Linux 6.7 or later, else owner
@@ -204,7 +207,7 @@ class Replicator:
             step,
             lambda: {
                 "models": {name: model.state_dict() for name, model in self._models.items()},
-                "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
+                "optimizers": [later_states(optimizer.state_dict()) for optimizer in self._optimizers],
                 "extra": {name: each.state_dict() for name, each in self._extra.items()},
                 "rng": rng.collect(),
                 "state": state,
