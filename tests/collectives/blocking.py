@@ -99,6 +99,27 @@ def different_operations(rank: int) -> Result:
     return [out * 1, total * 1], [torch.cat([torch.zeros(8), torch.ones(8)]), torch.full((8,), 9.0)]
 
 
+def sharded_and_replicated(rank: int) -> Result:
+    """Two ranks wait for the all_to_all of their shard before they reduce across replicas, two do the opposite.
+
+    From https://github.com/meta-pytorch/torchrec/pull/4149, where the host waits because it reads a value.
+    """
+    shards, replicas = [new_group(r) for r in ([0, 1], [2, 3])], [new_group(r) for r in ([0, 2], [1, 3])]
+    shard, replicate = shards[rank // 2], replicas[rank % 2]
+    lookups, pooled, gradient = torch.arange(4.0) + 10 * rank, torch.empty(4), torch.full((6,), float(rank))
+    calls: list[Callable[[], object]] = [
+        lambda: dist.all_to_all_single(pooled, lookups, group=shard),
+        lambda: dist.all_reduce(gradient, group=replicate),
+    ]
+    for call in calls if rank in (0, 3) else reversed(calls):
+        call()
+    first, half = 2 * (rank // 2), rank % 2
+    return [pooled * 1, gradient * 1], [
+        torch.cat([torch.arange(2.0) + 2 * half + 10 * r for r in (first, first + 1)]),
+        torch.full((6,), 2.0 + 2 * half),
+    ]
+
+
 def saves_in_background(rank: int) -> Result:
     """Two checkpoints are saved back to back by threads of their own while the main thread goes on to a barrier.
 
@@ -181,6 +202,7 @@ PROGRAMS: dict[str, tuple[Callable[[int], Result], int]] = {
     "both_send_first": (both_send_first, 2),
     "metrics_in_two_orders": (metrics_in_two_orders, 2),
     "different_operations": (different_operations, 2),
+    "sharded_and_replicated": (sharded_and_replicated, 4),
 }
 
 # Blocking calls of several threads, which need no deferral: each thread goes on by itself.

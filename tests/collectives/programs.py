@@ -213,6 +213,79 @@ def more_in_flight_than_staging(rank: int, backend: str) -> Result:
     return xs, [torch.full((100_000 + i,), float(world * i + sum(range(world)))) for i in range(40)]
 
 
+def sharded_and_replicated(rank: int, backend: str) -> Result:
+    """All_to_all within shards and coalesced all_reduce across replicas, issued in orders that diverge between ranks.
+
+    From https://github.com/meta-pytorch/torchrec/pull/4149; with waits in between it is in blocking.py.
+    """
+    shard = [dist.new_group(r, backend=backend, timeout=_TIMEOUT) for r in ([0, 1], [2, 3])][rank // 2]
+    replicate = [dist.new_group(r, backend=backend, timeout=_TIMEOUT) for r in ([0, 2], [1, 3])][rank % 2]
+    late = random.Random(rank)
+    got, expected = [], []
+    for step in range(20):
+        lookups = [torch.arange(6.0) + 100 * rank + step, torch.arange(40.0) + 1000 * rank + step]
+        pooled = [torch.empty_like(x) for x in lookups]
+        grads = [torch.full((n,), float(rank + step)) for n in (5, 30_000)]
+        calls: list[Callable[[], Any]] = [
+            lambda out=pooled[0], x=lookups[0]: dist.all_to_all_single(out, x, group=shard, async_op=True),
+            lambda out=pooled[1], x=lookups[1]: dist.all_to_all_single(out, x, group=shard, async_op=True),
+            lambda xs=grads: dist.all_reduce_coalesced(xs, group=replicate, async_op=True),
+        ]
+        late.shuffle(calls)
+        works = [call() for call in calls]
+        for work in works:
+            work.wait()
+        got += pooled + grads
+        first, half = 2 * (rank // 2), rank % 2
+        for scale, n in ((100, 3), (1000, 20)):
+            parts = [torch.arange(float(n)) + n * half + scale * r + step for r in (first, first + 1)]
+            expected.append(torch.cat(parts))
+        expected += [torch.full((n,), 2.0 * step + 2 * half + 2) for n in (5, 30_000)]
+    return got, expected
+
+
+def ring_beside_all_reduce(rank: int, backend: str) -> Result:
+    """One thread makes all_reduce, another passes messages around a ring, on the same group and out of step.
+
+    From https://github.com/pytorch/pytorch/issues/175145, where it hangs over NCCL; gloo has no trouble with it.
+    """
+    world, rounds = dist.get_world_size(), 20
+    sums, passed = torch.zeros(rounds), torch.zeros(rounds)
+    errors: list[BaseException] = []
+
+    def guarded(run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:
+            errors.append(error)
+
+    def reduce() -> None:
+        for i in range(rounds):
+            x = torch.full((20_000 * (i % 2) + 10,), float(rank + i))
+            dist.all_reduce(x)
+            sums[i] = x[-1]
+
+    def ring() -> None:
+        for i in range(rounds):
+            x, out = torch.full((20_000 * (i % 2) + 10,), float(rank + i)), torch.empty(20_000 * (i % 2) + 10)
+            works = [dist.isend(x, (rank + 1) % world), dist.irecv(out, (rank - 1) % world)]
+            for work in works:
+                assert work is not None
+                work.wait()
+            passed[i] = out[-1]
+
+    runs = [reduce, ring] if rank % 2 == 0 else [ring, reduce]
+    threads = [threading.Thread(target=guarded, args=(run,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    steps = torch.arange(float(rounds))
+    return [sums, passed], [world * steps + sum(range(world)), steps + (rank - 1) % world]
+
+
 # name -> (program, ranks)
 PROGRAMS: dict[str, tuple[Callable[[int, str], Result], int]] = {
     "mesh_in_two_orders": (mesh_in_two_orders, 4),
@@ -223,4 +296,8 @@ PROGRAMS: dict[str, tuple[Callable[[int, str], Result], int]] = {
     "broadcasts_of_a_shuffled_dict": (broadcasts_of_a_shuffled_dict, 2),
     "groups_made_in_two_orders": (groups_made_in_two_orders, 3),
     "more_in_flight_than_staging": (more_in_flight_than_staging, 2),
+    "sharded_and_replicated": (sharded_and_replicated, 4),
+    "ring_beside_all_reduce": (ring_beside_all_reduce, 3),
 }
+# What goes wrong over other backends only.
+FINE_ON_GLOO = {"ring_beside_all_reduce"}

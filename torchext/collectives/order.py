@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torchext.collectives.errors import CollectiveError
 from torchext.collectives.sites import CallSite
 from torchext.collectives.threads import OwnThread
+from torchext.collectives.work import Promise
 
 if TYPE_CHECKING:
     from torchext._native import collectives as native
@@ -183,7 +184,7 @@ class OrderedWork(dist.Work):
         self._inner: dist.Work | None = None
         self._error: CollectiveError | None = None
         self._lock = threading.Lock()
-        self._future: torch.futures.Future[Any] | None = None  # guarded by _lock
+        self._promise: Promise | None = None  # guarded by _lock
 
     def launch(self, handle: native.Ordered) -> None:
         """For the sequencer: its turn has come, or it has failed before."""
@@ -199,9 +200,9 @@ class OrderedWork(dist.Work):
                 self._error = self._describe(self, error)
         with self._lock:
             self.launched = True
-            future = self._future
-        if future is not None:
-            self._feed(future)
+            promise = self._promise
+        if promise is not None:
+            self._feed(promise)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Blocks until the collective is launched and then waits for it as the inner backend does.
@@ -232,8 +233,8 @@ class OrderedWork(dist.Work):
     def is_completed(self) -> bool:
         if not self.launched:
             return False
-        future = self._future  # completes a moment before the inner work says so
-        return self._inner is None or self._inner.is_completed() or (future is not None and future.done())
+        promise = self._promise  # kept a moment before the inner work says so
+        return self._inner is None or self._inner.is_completed() or (promise is not None and promise.future.done())
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
@@ -250,15 +251,14 @@ class OrderedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """The future of the list of output tensors; it completes whether or not anyone waits."""
         with self._lock:
-            if self._future is not None:
-                return self._future
+            if self._promise is not None:
+                return self._promise.future
             devices: list[Any] = list({t.device for t in self._outputs if t.device.type != "cpu"})
-            future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
-            self._future = future
+            promise = self._promise = Promise(devices)
             launched = self.launched
         if launched:
-            self._feed(future)
-        return future
+            self._feed(promise)
+        return promise.future
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
@@ -274,35 +274,35 @@ class OrderedWork(dist.Work):
         self._sequencer.wait(self, 0.0)
         return -1 if self._inner is None else int(self._inner._source_rank())
 
-    def _feed(self, future: torch.futures.Future[Any]) -> None:
+    def _feed(self, promise: Promise) -> None:
         """Has the future complete as the inner work does."""
         if self._inner is None:
             assert self._error is not None
-            future.set_exception(self._error)
+            promise.keep(self._error)
             return
         try:
             inner = self._inner.get_future()
         except RuntimeError:  # some works have none, as sends do over gloo
-            OwnThread(target=self._complete, args=(future,), name="dfccl-future", daemon=True).start()
+            OwnThread(target=self._complete, args=(promise,), name="dfccl-future", daemon=True).start()
             return
 
         def forward(done: torch.futures.Future[Any]) -> None:
             try:
                 done.value()
             except Exception as error:
-                future.set_exception(self._describe(self, error))
+                promise.keep(self._describe(self, error))
             else:
-                future.set_result(self._outputs)
+                promise.keep(self._outputs)
 
         inner.add_done_callback(forward)
 
-    def _complete(self, future: torch.futures.Future[Any]) -> None:
+    def _complete(self, promise: Promise) -> None:
         try:
             self.wait()
         except CollectiveError as error:
-            future.set_exception(error)
+            promise.keep(error)
         else:
-            future.set_result(self._outputs)
+            promise.keep(self._outputs)
 
 
 class InFlight:

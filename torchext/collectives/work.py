@@ -63,6 +63,30 @@ def call_error(call: native.Call, world: World, where: str, timeout_s: float, si
     return kind(message, ranks)
 
 
+class Promise:
+    """Makes a future that C++ sees fail as well.
+
+    `torch.futures.Future.set_exception` completes the future with the exception as its value, which only Python raises:
+    DDP takes it for a list of tensors and dies. An exception in a callback fails the future that stands for it.
+    """
+
+    def __init__(self, devices: list[Any] | None = None) -> None:
+        self._result: list[torch.Tensor] | Exception = []
+        self._trigger: torch.futures.Future[None] = torch.futures.Future(devices=devices)
+        self.future: torch.futures.Future[Any] = self._trigger.then(self._give)
+
+    def keep(self, result: list[torch.Tensor] | Exception) -> None:
+        """Completes the future, or has it fail: with a RuntimeError that gives the text of the exception."""
+        self._result = result
+        self._trigger.set_result(None)
+
+    def _give(self, _: torch.futures.Future[None]) -> list[torch.Tensor]:
+        result, self._result = self._result, []
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
 class CallWork(dist.Work):
     """One collective in flight. Thread-safe."""
 
@@ -86,7 +110,7 @@ class CallWork(dist.Work):
         self._site = call_site(3)
         self._lock = threading.Lock()
         self._copy_back = copy_back  # guarded by _lock
-        self._future: torch.futures.Future[Any] | None = None  # guarded by _lock
+        self._promise: Promise | None = None  # guarded by _lock
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Blocks until the collective is done.
@@ -141,15 +165,16 @@ class CallWork(dist.Work):
         return call_error(self._call, self._world, self._where, self._timeout_s, self._site)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """The future of the list of output tensors; it completes once they are there, whether or not anyone waits."""
+        """The future of the list of output tensors; it completes once they are there, whether or not anyone waits.
+
+        If the collective fails, so does the future, with a RuntimeError that says what `wait` would.
+        """
         with self._lock:
-            first = self._future is None
-            if self._future is None:
-                self._future = torch.futures.Future()
-            future = self._future
+            first = self._promise is None
+            promise = self._promise = self._promise or Promise()
         if first:
             self._world.watch(self._call, self)
-        return future
+        return promise.future
 
     def result(self) -> list[torch.Tensor]:
         self.wait()
@@ -166,17 +191,14 @@ class CallWork(dist.Work):
 
     def on_finished(self) -> None:
         """For the world: completes the future."""
-        assert self._future is not None
+        assert self._promise is not None
         error: Exception | None
         try:
             self._finish()
             error = self.exception()
         except Exception as failure:  # of writing to the caller's tensor: told to who waits, and the thread goes on
             error = failure
-        if error is not None:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(self._outputs)
+        self._promise.keep(self._outputs if error is None else error)
 
     def _finish(self) -> None:
         with self._lock:
