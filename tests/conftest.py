@@ -53,7 +53,8 @@ def _no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     if unknown:
         raise pytest.UsageError(f"allow_leaks takes kinds out of {list(leaks.DETECTORS)}, got {sorted(unknown)}")
     before = leaks.take()
-    environment = dict(os.environ)
+    # A fixture of the whole module may have called seed_everything too.
+    environment = {name: each for name, each in os.environ.items() if name not in leaks.VARIABLES_OF_A_TEST}
     yield
     found = leaks.find(before, ignore=allowed, settle_s=request.config.getoption("--settle-s"))
     _restore(environment)  # so the next test starts from the same one, whatever became of this

@@ -31,7 +31,7 @@ LASTING_VARIABLES = frozenset(
     {"TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "PYTORCH_NVML_BASED_CUDA_CHECK"}
 )
 # Of the test that runs: its name, by pytest; its seed, by Lightning's seed_everything. conftest.py takes these away.
-_VARIABLES_OF_A_TEST = frozenset({"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
+VARIABLES_OF_A_TEST = frozenset({"PYTEST_CURRENT_TEST", "PL_GLOBAL_SEED", "PL_SEED_WORKERS"})
 
 # Helpers that live as long as the test process does, and end with it.
 lasting_processes: set[int] = set()
@@ -224,7 +224,7 @@ def _rows(table: str) -> list[list[str]]:
 
 def environment() -> Snapshot:
     """Environment variables with their values. A removed one shows in `find`, which compares both ways."""
-    ignored = LASTING_VARIABLES | _VARIABLES_OF_A_TEST
+    ignored = LASTING_VARIABLES | VARIABLES_OF_A_TEST
     return {item: f"{item[0]}={item[1]}" for item in os.environ.items() if item[0] not in ignored}
 
 
