@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -48,6 +48,14 @@ def example() -> Any:
 def cpu_s() -> float:
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime
+
+
+def end_explorer(spent: Any, since: float | None) -> NoReturn:
+    """Ends a forked explorer; the queue gets the CPU time that it has spent since its first rollout."""
+    spent.put(cpu_s() - (since or 0.0))
+    spent.close()
+    spent.join_thread()
+    os._exit(0)
 
 
 class Player:
@@ -124,10 +132,7 @@ def run_torchext(options: argparse.Namespace) -> Round:
                     with sender.reserve(spec, version=version) as rollout:
                         player.play(rollout)
                     cpu = cpu if cpu is not None else cpu_s()
-            spent.put(cpu_s() - (cpu or 0.0))
-            spent.close()
-            spent.join_thread()
-            os._exit(0)
+            end_explorer(spent, cpu)
 
         explorers = [FORK.Process(target=explore, args=(number,)) for number in range(options.explorers)]
         for explorer in explorers:
@@ -165,10 +170,7 @@ def run_queue(options: argparse.Namespace) -> Round:
             with contextlib.suppress(queues.Full):
                 rollouts.put(rollout, timeout=1)
             cpu = cpu if cpu is not None else cpu_s()
-        spent.put(cpu_s() - (cpu or 0.0))
-        spent.close()
-        spent.join_thread()
-        os._exit(0)
+        end_explorer(spent, cpu)
 
     explorers = [FORK.Process(target=explore, args=(number,)) for number in range(options.explorers)]
     for explorer in explorers:

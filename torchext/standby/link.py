@@ -28,6 +28,7 @@ from torchext.standby.images import record_of
 from torchext.standby.ledger import Publication
 from torchext.standby.persist import State
 from torchext.standby.source import serve
+from torchext.transport import receive_into
 
 _LOCAL_LINGER_S = 600.0
 _START_TIMEOUT_S = 60.0  # it imports torch
@@ -516,7 +517,7 @@ def _receive_state(
     entries: dict[int, torch.Tensor] = {}
     for number, size, checksum in words["entries"]:
         entry = torch.empty(size, dtype=torch.uint8)
-        wire.receive_into(sock, entry.numpy().data)
+        receive_into(sock, entry.numpy().data)
         if native.checksum(entry.data_ptr(), size) != checksum:
             raise CorruptStateError(
                 f"entry {number} of step {words['step']} has another checksum than when it was sealed"

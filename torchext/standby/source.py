@@ -21,6 +21,7 @@ from torchext.standby.arena import NONCE_BYTES, Slot
 from torchext.standby.changes import Changes, Rows
 from torchext.standby.errors import CorruptStateError, StandbyError
 from torchext.standby.images import Held, copy_rows
+from torchext.transport import receive_exactly, receive_into
 
 _CHUNK_BYTES = 8 << 20
 PIECE = struct.Struct("<QQQ")  # entry, bytes, checksum of the bytes that follow
@@ -202,20 +203,20 @@ def _pull_share(
     for number, offset, size in pieces:
         base = entries[number].slot.base[offset : offset + size]
         checksum = _receive_header(stream, number, size)
-        wire.receive_into(stream, base.numpy().data)
+        receive_into(stream, base.numpy().data)
         _check(native.checksum(base.data_ptr(), size), checksum, number)
     # As the sender does it: entries that share their rows come together.
     for number, each in Changes.from_wire(words, memoryview(data)).each_rows():
         size = each.size_bytes(entries[number].slot.size_bytes)
         checksum = _receive_header(stream, number, size)
         packed = np.empty(size, dtype=np.uint8)
-        wire.receive_into(stream, packed.data)
+        receive_into(stream, packed.data)
         _check(native.checksum(packed.ctypes.data, size), checksum, number)
         copy_rows(entries[number], packed.ctypes.data, each, packed=True)
 
 
 def _receive_header(stream: socket.socket, number: int, size: int) -> int:
-    got_number, got_size, checksum = PIECE.unpack(wire.receive_exactly(stream, PIECE.size))
+    got_number, got_size, checksum = PIECE.unpack(receive_exactly(stream, PIECE.size))
     if (got_number, got_size) != (number, size):
         raise CorruptStateError(f"expected {size} bytes of entry {number}, got {got_size} of {got_number}")
     return int(checksum)

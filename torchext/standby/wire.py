@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchext.standby.errors import CorruptStateError, StandbyError
+from torchext.transport import receive_exactly
 
 _HEADER = struct.Struct("<4sIQI")  # magic, bytes of JSON, bytes of data, CRC-32 of both
 _MAGIC = b"TXS1"  # changes with the protocol
@@ -62,28 +63,6 @@ def receive(
     if not isinstance(words, dict):
         raise CorruptStateError(f"a message has to be a JSON object, got a {type(words).__name__}")
     return words, data
-
-
-def receive_exactly(sock: socket.socket, size: int, deadline: float | None = None) -> memoryview:
-    """Receives so many bytes."""
-    memory = memoryview(bytearray(size))
-    receive_into(sock, memory, deadline)
-    return memory
-
-
-def receive_into(sock: socket.socket, memory: memoryview, deadline: float | None = None) -> None:
-    """Fills ``memory``, of bytes; a deadline shortens the socket's timeout."""
-    at = 0
-    while at < len(memory):
-        if deadline is not None:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
-                raise TimeoutError("the deadline has passed")
-            sock.settimeout(left_s)
-        count = sock.recv_into(memory[at:])
-        if count == 0:
-            raise ConnectionResetError("the peer closed the connection")
-        at += count
 
 
 def token() -> str:
