@@ -262,18 +262,25 @@ class PhantasyCheckpoint(Callback):
         publisher, self._publisher = self._publisher, None
         if publisher is None:
             return
-        if self._outputs is not None:
+        try:
+            if self._outputs is not None:
+                self._end_outputs(self._outputs, publisher, finished=finished)
+        finally:
+            publisher.close(finished=finished)
+
+    def _end_outputs(self, outputs: Outputs, publisher: Publisher, *, finished: bool) -> None:
+        try:
             publisher.settle()
             last = None
             if finished:
-                last = self._outputs.release_all()
+                last = outputs.release_all()
             elif publisher.is_connected:  # else the standby could not note it, and the restart would do it once more
-                last = self._outputs.release(publisher.committed)
+                last = outputs.release(publisher.committed)
             if last is not None:
                 publisher.note_released(last)
-            self._outputs.close()
+        finally:
+            outputs.close()
             self._outputs = None
-        publisher.close(finished=finished)
 
 
 class _Nothing(dict[str, Any]):

@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,14 @@ def train(address: str, log: str, transport: Any, width: int, layers: int) -> No
             step += 1
 
 
+def until(condition: Callable[[], bool], deadline_s: float = 120.0) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not within {deadline_s:g} s")
+        time.sleep(0.01)
+
+
 def lines(log: Path) -> list[dict[str, Any]]:
     whole = log.read_text().rpartition("\n")[0] if log.exists() else ""
     return [json.loads(line) for line in whole.splitlines()]
@@ -94,14 +103,11 @@ def one_loss(folder: Path, how: signal.Signals, transport: str, options: argpars
         standby.stdout.readline()
         first = subprocess.Popen(program)
         # The worker is warm once it waits: it has started first, and needs as long.
-        while sum(line["pid"] == first.pid and "ended" in line for line in lines(log)) < WARM_UP:
-            time.sleep(0.05)
-        while status(address)["warm"] is None or not status(address)["waiting"]:
-            time.sleep(0.05)
+        until(lambda: sum(line["pid"] == first.pid and "ended" in line for line in lines(log)) >= WARM_UP)
+        until(lambda: status(address)["warm"] is not None and status(address)["waiting"])
         lost = time.monotonic()
         first.send_signal(how)
-        while not any(line["pid"] != first.pid and "ended" in line for line in lines(log)):
-            time.sleep(0.01)
+        until(lambda: any(line["pid"] != first.pid and "ended" in line for line in lines(log)))
         ours = [line for line in lines(log) if line["pid"] != first.pid]
         os.kill(ours[0]["pid"], signal.SIGKILL)
         return {

@@ -264,7 +264,7 @@ def test_a_reader_that_stops_reading_does_not_stop_training(daemon: Daemon, monk
     with Replicator(model, optimizer, standby=daemon.address, job="job", mode="rpo0") as replicator:
         replicator.commit(0, state=torch.zeros(1 << 26, dtype=torch.uint8))
         with wire.connect(daemon.address, 30) as sock, monkeypatch.context() as patch:
-            patch.setattr("torchext.standby.daemon._READER_TIMEOUT_S", 0.3)
+            patch.setattr("torchext.standby.session._READER_TIMEOUT_S", 0.3)
             wire.greet(sock, {"role": "reader"})
             wire.send(sock, {"op": "fetch", "job": "job", "rank": 0, "step": None})
             assert wire.receive(sock)[0]["step"] == 0
@@ -290,7 +290,7 @@ def test_a_standby_without_descriptors_to_spare_keeps_its_images(standby: Any) -
 
 
 def test_strangers_wait_for_their_turn_and_have_one_deadline(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchext.standby.daemon._GREETING_TIMEOUT_S", 1.5)
+    monkeypatch.setattr("torchext.standby.session._GREETING_TIMEOUT_S", 1.5)
     host, port = daemon.address.rsplit(":", 1)
     with contextlib.ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection((host, int(port)), timeout=30)) for _ in range(50)]

@@ -91,7 +91,7 @@ class Source(Protocol):
 
 
 class Images:
-    """Both images of one rank. One thread at a time; `Rank` in daemon.py sees to it."""
+    """Both images of one rank. One thread at a time; `Rank` in jobs.py sees to it."""
 
     def __init__(self, budget: Budget) -> None:
         self.images = [Image(), Image()]

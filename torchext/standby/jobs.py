@@ -13,8 +13,8 @@ from torchext.standby.book import Book
 from torchext.standby.images import Budget, Images
 
 if TYPE_CHECKING:
-    from torchext.standby.daemon import Session
     from torchext.standby.persist import Persister
+    from torchext.standby.session import Session
 
 
 @dataclass

@@ -22,7 +22,6 @@ from torchext._native import standby as native
 from torchext.standby import tree as trees
 from torchext.standby import wire
 from torchext.standby.arena import Segment
-from torchext.standby.daemon import boot_id
 from torchext.standby.errors import CorruptStateError, StandbyError, StandbyLostError
 from torchext.standby.images import record_of
 from torchext.standby.ledger import Publication
@@ -408,7 +407,7 @@ def open_link(address: str, identity: Identity, *, transport: str, timeout_s: fl
                 "run": identity.run,
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
-                "boot_id": boot_id(),
+                "boot_id": wire.boot_id(),
                 "probe": None if probe is None else {"descriptor": probe.descriptor, "nonce": probe.nonce.hex()},
             },
         )

@@ -170,6 +170,11 @@ def failure(error: Exception) -> dict[str, Any]:
     return {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
 
 
+def boot_id() -> str:
+    """Tells this host, as booted, from all others."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
 LOCAL = "local"
 
 
