@@ -58,7 +58,7 @@ class PhantasyCheckpoint(Callback):
             standby holds it.
         every_n_steps: Commit only every so many optimizer steps.
         tracking: See `torchext.standby.Replicator`, as for the following.
-        transport: ``"auto"``, ``"local"`` or ``"tcp"``.
+        transport: ``"auto"``, ``"local"``, ``"rdma"`` or ``"tcp"``.
         on_standby_loss: ``"degrade"`` or ``"raise"``.
         timeout: How long to wait for the standby before it counts as lost, in seconds.
         num_streams: Connections that carry the state, for TCP.

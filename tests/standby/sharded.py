@@ -221,7 +221,7 @@ def main() -> None:
     program = train
     if options.kind == "lightning":
         from tests.callbacks.lightning_ranks import train as program
-    process, address = start_standby("--jobs", "1000", "--linger", "60")
+    process, address = start_standby("--jobs", "1000")
     try:
         with tempfile.TemporaryDirectory() as folder:
             be_killed(None, folder, program, options.kind, options.mode, address, options.deaths, options.seed)

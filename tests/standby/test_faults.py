@@ -296,7 +296,7 @@ def test_strangers_wait_for_their_turn_and_have_one_deadline(daemon: Daemon, mon
         strangers = [stack.enter_context(socket.create_connection((host, int(port)), timeout=30)) for _ in range(50)]
         assert status(daemon.address, timeout_s=30)["jobs"] == {}
         slow = stack.enter_context(socket.create_connection((host, int(port)), timeout=0.05))
-        slow.sendall(struct.pack("<4sIQI", b"TXS1", 60_000, 0, 0))
+        slow.sendall(struct.pack("<4sIQI", b"TXS2", 60_000, 0, 0))
         with pytest.raises(OSError, match=r"reset|Broken pipe"):  # noqa: PT012
             while True:  # a byte at a time does not prolong it
                 slow.sendall(b"{")
@@ -323,12 +323,12 @@ def test_memory_outside_of_a_segment_is_never_read() -> None:
     segment = Segment(100, huge_pages=False)
     source = LocalSource(os.getpid())
     try:
-        source.declare(1, 100, segment.descriptor, segment.size_bytes - 100, segment.nonce)
+        source.declare(1, 100, segment.descriptor, segment.size_bytes - 100, segment.nonce.hex())
         for size, offset in ((100, segment.size_bytes - 99), (-1, 0), (8, -8), (1 << 60, 0)):
             with pytest.raises(StandbyError, match=r"entry 1, .* is not within its segment of"):
-                source.declare(1, size, segment.descriptor, offset, segment.nonce)
+                source.declare(1, size, segment.descriptor, offset, segment.nonce.hex())
         with pytest.raises(StandbyError, match="16 bytes, got 0"):
-            source.declare(1, 100, segment.descriptor, 0, b"")
+            source.declare(1, 100, segment.descriptor, 0, "")
     finally:
         source.close()
         segment.close()
@@ -348,7 +348,7 @@ def test_both_ends_notice_a_host_that_is_gone(daemon: Daemon) -> None:
 
 
 def _message(text: bytes) -> bytes:
-    return struct.pack("<4sIQI", b"TXS1", len(text), 0, zlib.crc32(text)) + text
+    return struct.pack("<4sIQI", b"TXS2", len(text), 0, zlib.crc32(text)) + text
 
 
 def test_random_bytes_do_no_harm(daemon: Daemon) -> None:
@@ -356,7 +356,7 @@ def test_random_bytes_do_no_harm(daemon: Daemon) -> None:
     proofs = (b'{"proof":"\xc3\xa4"}', b'{"proof":"\\ud800"}', b'{"proof":1}')
     words = [*map(_message, texts), *(_message(b'{"nonce":"a"}') + _message(proof) for proof in proofs)]
     host, port = daemon.address.rsplit(":", 1)
-    for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"TXS1" + b"\xff" * 40, os.urandom(100), b"", *words):
+    for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"TXS2" + b"\xff" * 40, os.urandom(100), b"", *words):
         # It may hang up before it has read all.
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as sock:
             sock.sendall(data)

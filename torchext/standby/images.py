@@ -7,12 +7,15 @@ import struct
 import threading
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from torchext._native import standby as native
 from torchext.standby.arena import Arena, Slot
 from torchext.standby.changes import Changes, Rows
 from torchext.standby.errors import StandbyError
+
+if TYPE_CHECKING:
+    from torchext.standby.source import Source
 
 
 class Budget:
@@ -81,13 +84,6 @@ def record_of(step: int, tree: bytes, entries: Iterable[tuple[int, int, int]]) -
     for number, size, checksum in entries:
         digest.update(struct.pack("<qqQ", number, size, checksum))
     return digest.hexdigest()
-
-
-class Source(Protocol):
-    """Where the entries of a training process can be read."""
-
-    def pull(self, changes: Changes, entries: dict[int, Held]) -> int:
-        """Brings what changed into ``entries`` and sets their checksums; returns how many bytes that were."""
 
 
 class Images:

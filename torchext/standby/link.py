@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 import torch
 
 from torchext._native import standby as native
+from torchext.standby import rdma, wire
 from torchext.standby import tree as trees
-from torchext.standby import wire
-from torchext.standby.arena import Segment
+from torchext.standby.arena import Segment, Slot
 from torchext.standby.errors import CorruptStateError, StandbyError, StandbyLostError
 from torchext.standby.images import record_of
 from torchext.standby.ledger import Publication
@@ -67,7 +67,7 @@ class Link:
     thread that trains, and a connection that is stuck holds nobody up before the gate.
 
     Attributes:
-        transport: ``"local"`` or ``"tcp"``.
+        transport: ``"local"``, ``"rdma"`` or ``"tcp"``.
         committed: The step that counts, as far as this process has heard.
         bytes_pulled: What the standby has read in all.
         released: The last output that a process of this rank has let out, at the time of `claim`; -1: none.
@@ -83,7 +83,7 @@ class Link:
         identity: Identity,
         timeout_s: float,
         *,
-        is_local: bool,
+        transport: str,
         heartbeat_s: float | None,
     ) -> None:
         self._sock = sock
@@ -100,7 +100,8 @@ class Link:
         self._inbox: list[tuple[dict[str, Any], memoryview]] = []  # came before it was waited for
         self._heartbeat_s = heartbeat_s  # a silence after which the standby takes this process for lost
         self._heartbeat: native.Heartbeat | None = None
-        self.transport = "local" if is_local else "tcp"
+        self.transport = transport
+        self._endpoint: rdma.Endpoint | None = None
         self.committed: int | None = None
         self.bytes_pulled = 0
         self.released = -1
@@ -135,10 +136,15 @@ class Link:
         Raises:
             StandbyError: Another process owns it and is connected, or the standby refuses for another reason.
         """
-        streams = num_streams if self.transport == "tcp" else 0
+        streams = {"local": 0, "rdma": min(1, num_streams), "tcp": num_streams}[self.transport]
         words = {"op": "claim", "take_over": take_over, "transport": self.transport, "streams": streams}
+        if self.transport == "rdma":
+            endpoint = self._endpoint = rdma.Endpoint(self._sock.getsockname()[0])
+            words["endpoint"] = endpoint.words
         self._post({**words, "persist": persist})
         answer = self._answer("term")
+        if self._endpoint is not None:
+            self._endpoint.connect(answer["endpoint"])
         if answer["steps"]:
             self.committed = answer["steps"][-1]
         self.released = answer["released"]
@@ -203,10 +209,7 @@ class Link:
         def encode() -> tuple[dict[str, Any], bytes]:
             publication = self.publication = complete()
             changes, data = publication.changes.to_wire()
-            added = [
-                [e.number, e.slot.size_bytes, e.slot.segment.descriptor, e.slot.offset, e.slot.segment.nonce.hex()]
-                for e in publication.added
-            ]
+            added = [[e.number, e.slot.size_bytes, *self._place(e.slot)] for e in publication.added]
             words = {
                 "op": "commit",
                 "step": step,
@@ -312,6 +315,15 @@ class Link:
             thread.join()
         for sock in [self._sock, *self._streams]:
             sock.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
+
+    def _place(self, slot: Slot) -> list[Any]:
+        """Where the standby's `Source` finds an entry."""
+        segment = slot.segment
+        if self._endpoint is not None:
+            return [self._endpoint.expose(segment), slot.address]
+        return [segment.descriptor, slot.offset, segment.nonce.hex()] if self.transport == "local" else []
 
     def _names(self) -> dict[str, Any]:
         i = self._identity
@@ -395,7 +407,7 @@ def open_link(address: str, identity: Identity, *, transport: str, timeout_s: fl
         StandbyError: The standby refuses, or ``transport`` is not possible.
     """
     sock = _connect_or_start(address, timeout_s)
-    probe = None if transport == "tcp" else Segment(1, huge_pages=False)
+    probe = Segment(1, huge_pages=False) if transport in ("auto", "local") else None
     try:
         welcome = wire.greet(
             sock,
@@ -408,23 +420,44 @@ def open_link(address: str, identity: Identity, *, transport: str, timeout_s: fl
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
                 "boot_id": wire.boot_id(),
+                "rdma": address != wire.LOCAL and transport in ("auto", "rdma"),
                 "probe": None if probe is None else {"descriptor": probe.descriptor, "nonce": probe.nonce.hex()},
             },
         )
-        if transport == "local" and not welcome["local"]:
-            raise StandbyError(
-                f"transport='local': the standby at {address} cannot read the memory of this process; it has to run "
-                "on this host, in the same pid namespace, as the same user; or use transport='tcp'"
-            )
-        if address == wire.LOCAL and not welcome["local"]:
-            raise StandbyError("the local standby cannot read the memory of this process (another pid namespace?)")
-        return Link(sock, address, identity, timeout_s, is_local=welcome["local"], heartbeat_s=welcome["heartbeat_s"])
+        chosen = _choose(transport, address, welcome, sock)
+        return Link(sock, address, identity, timeout_s, transport=chosen, heartbeat_s=welcome["heartbeat_s"])
     except BaseException:
         sock.close()
         raise
     finally:
         if probe is not None:
             probe.close()
+
+
+def _choose(transport: str, address: str, welcome: dict[str, Any], sock: socket.socket) -> str:
+    """How the standby is to read: of what is possible, in this order, out of this host's memory, by RDMA, over TCP."""
+    if welcome["local"]:
+        return "local"
+    if transport == "local":
+        raise StandbyError(
+            f"transport='local': the standby at {address} cannot read the memory of this process; it has to run on "
+            "this host, in the same pid namespace, as the same user; or use transport='tcp'"
+        )
+    if address == wire.LOCAL:
+        raise StandbyError(
+            "the local standby cannot read the memory of this process (another pid namespace?)"
+            if transport == "auto"
+            else f"transport={transport!r} needs a standby with an address, host:port, got {address!r}"
+        )
+    if transport == "tcp":
+        return "tcp"
+    lacks = "the standby's host: " + welcome["lacks_rdma"] if welcome["lacks_rdma"] else None
+    lacks = lacks or rdma.lacks(sock.getsockname()[0])
+    if lacks is None:
+        return "rdma"
+    if transport == "rdma":
+        raise StandbyError(f"transport='rdma' is not possible with the standby at {address}: {lacks}")
+    return "tcp"
 
 
 def _connect_or_start(address: str, timeout_s: float) -> socket.socket:

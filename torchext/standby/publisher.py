@@ -26,7 +26,7 @@ from torchext.standby.errors import (
 
 require_native()
 
-from torchext.standby import persist  # noqa: E402
+from torchext.standby import persist, rdma  # noqa: E402
 from torchext.standby import tree as trees  # noqa: E402
 from torchext.standby.ledger import Ledger  # noqa: E402
 from torchext.standby.link import Identity, Link, open_link  # noqa: E402
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 Mode = Literal["lag1", "rpo0"]
 Tracking = Literal["owner", "pages", "rows", "auto"]
-Transport = Literal["auto", "local", "tcp"]
+Transport = Literal["auto", "local", "tcp", "rdma"]
 OnStandbyLoss = Literal["degrade", "raise"]
 
 _RETRY_S = 2.0
@@ -90,7 +90,7 @@ class Publisher:
         for name, value, choices in (
             ("mode", mode, ("lag1", "rpo0")),
             ("tracking", tracking, ("owner", "pages", "rows", "auto")),
-            ("transport", transport, ("auto", "local", "tcp")),
+            ("transport", transport, ("auto", "local", "tcp", "rdma")),
             ("on_standby_loss", on_standby_loss, ("degrade", "raise")),
         ):
             if value not in choices:
@@ -102,6 +102,8 @@ class Publisher:
                 "persist_dir and persist_every_n_commits (at least 1) go together, got "
                 f"persist_dir={persist_dir!r} and persist_every_n_commits={persist_every_n_commits}"
             )
+        if transport == "rdma" and (lacks := rdma.lacks(None)) is not None:
+            raise StandbyError(f"transport='rdma' is not possible: {lacks}")
         self._persist_dir = None if persist_dir is None else str(Path(persist_dir).absolute())
         self._persist_every_n_commits = persist_every_n_commits
         pages = _track_pages() if tracking == "pages" else None

@@ -99,7 +99,9 @@ class Replicator:
             gradient; ``"rows"``, the rows of a sparse gradient where the optimizer keeps to them; ``"auto"`` is rows.
             ``"pages"``: the pages that anybody has written to, as the kernel saw it (Linux 6.7 or later, else owner
             and a message); a dense optimizer is slowed down by it without `huge_pages`.
-        transport: ``"local"``: the standby reads this process's memory; ``"tcp"``; ``"auto"``: what is possible.
+        transport: ``"local"``: the standby, on this host, reads this process's memory; ``"rdma"``: it does so from
+            another host, through RDMA devices that have the addresses of their connection (RoCE), with pyverbs (extra:
+            rdma); ``"tcp"``; ``"auto"``: the first of these that is possible.
         on_standby_loss: ``"degrade"``: warn once, train on, catch up when it is back; ``"raise"``.
         timeout: How long to wait for the standby before it counts as lost, in seconds.
         num_streams: Connections that carry the state, for TCP.

@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchext.standby import wire
+from torchext.standby import rdma, wire
 from torchext.standby.changes import Changes
 from torchext.standby.errors import FencedError, NoStateError, StandbyError, StateMismatchError
 from torchext.standby.jobs import Job
-from torchext.standby.source import LocalSource, SharedMemory, TcpSource
+from torchext.standby.source import LocalSource, SharedMemory, Source, TcpSource
 
 if TYPE_CHECKING:
     from torchext.standby.daemon import Daemon
@@ -47,7 +47,7 @@ class Session(threading.Thread):
         self.transport = ""
         self._job: Job | None = None
         self._rank_number = 0
-        self._source: LocalSource | TcpSource | None = None
+        self._source: Source | None = None
         self._sizes: dict[int, int] = {}
         self.is_waiting = False  # a warm worker, to take over
         self.is_superseded = False  # another process takes the rank over: guarded by the daemon's condition
@@ -60,9 +60,8 @@ class Session(threading.Thread):
         self._closed = True
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        source = self._source
-        if isinstance(source, TcpSource):
-            source.close()
+        if self._source is not None:
+            self._source.interrupt()
 
     def run(self) -> None:
         """Serves the connection to its end."""
@@ -146,6 +145,7 @@ class Session(threading.Thread):
                 "boot_id": wire.boot_id(),
                 "pid": os.getpid(),
                 "local": self._can_read_memory,
+                "lacks_rdma": rdma.lacks(self._address()) if self._may_need_rdma() else None,
                 "heartbeat_s": self._daemon.heartbeat_s,
             }
         )
@@ -187,6 +187,13 @@ class Session(threading.Thread):
             memory.close()
         return True
 
+    def _may_need_rdma(self) -> bool:
+        return self.hello["rdma"] and not self._can_read_memory
+
+    def _address(self) -> str:
+        """This host's, as the training process has reached it."""
+        return str(self._sock.getsockname()[0])
+
     def _claim(self, words: dict[str, Any], _: memoryview) -> None:
         number, run = self.hello["rank"], self.hello["run"]
         with self._daemon.changed:
@@ -225,12 +232,26 @@ class Session(threading.Thread):
             self._sizes.clear()
             self._ahead = 0, set()
             self.transport = words["transport"]
-            self._source = LocalSource(self.hello["pid"]) if self.transport == "local" else TcpSource(words["streams"])
+            self._source, endpoint = self._open_source(words)
         if self._can_read_memory and self._watcher is None:
             self._watch(self.hello["pid"])
         if persister is not None:
             persister.close()
-        self._send({"term": term, "steps": steps, "released": rank.released})
+        self._send({"term": term, "steps": steps, "released": rank.released, "endpoint": endpoint})
+
+    def _open_source(self, words: dict[str, Any]) -> tuple[Source, dict[str, Any] | None]:
+        """Where this process's entries will be read, and what its RDMA device, if it is to be read so, has to know."""
+        if self.transport == "local":
+            return LocalSource(self.hello["pid"]), None
+        if self.transport == "tcp":
+            return TcpSource(words["streams"]), None
+        endpoint = rdma.Endpoint(self._address())
+        try:
+            endpoint.connect(words["endpoint"])
+        except BaseException:
+            endpoint.close()
+            raise
+        return rdma.RdmaSource(endpoint), endpoint.words
 
     def _start_over(self, words: dict[str, Any], _: memoryview) -> None:
         job = self._claimed()
@@ -330,9 +351,9 @@ class Session(threading.Thread):
         rank = job.ranks[self._rank_number]
         assert self._source is not None
         num_bytes = 0
-        is_ready = not isinstance(self._source, TcpSource) or self._source.is_complete
         with rank.hold():
             with self._daemon.changed:
+                is_ready = self._source.is_complete
                 index = job.book.begin_ahead(self._rank_number, self.hello["run"]) if is_ready else None
             if index is not None:
                 pulled, num_bytes = rank.images.pull_ahead(index, words["entries"], self._source)
@@ -350,15 +371,14 @@ class Session(threading.Thread):
         for number in words["removed"]:
             self._sizes.pop(number, None)
         source.forget(words["removed"])
-        for number, size, descriptor, offset, nonce in words["added"]:
+        for number, size, *place in words["added"]:
             self._sizes[number] = size
-            if isinstance(source, LocalSource):
-                source.declare(number, size, descriptor, offset, bytes.fromhex(nonce))
+            source.declare(number, size, *place)
         tree_bytes = words["tree_bytes"]
         changes = Changes.from_wire(words["changes"], data[tree_bytes:])
         with self._daemon.changed:
             rank.stats["published"] = step
-        self._wait(lambda: not isinstance(source, TcpSource) or source.is_complete)
+        self._wait(lambda: source.is_complete)
         image: list[int | None] = [None]
 
         def may_begin() -> bool:
@@ -423,12 +443,11 @@ class Session(threading.Thread):
 
     def _serve_data(self) -> None:
         owner = self._owner()
-        if not isinstance(owner._source, TcpSource):
-            raise StandbyError("a data stream came for a process whose memory is read")
+        assert owner._source is not None
         with self._daemon.changed:
+            owner._source.add(self._sock)
             self._send({})
             self._sock.settimeout(None)
-            owner._source.add(self._sock)
             self._handed_over = True
             self._daemon.changed.notify_all()
 

@@ -1,4 +1,4 @@
-"""Reading the entries of a training process: out of its shared memory, or over TCP streams."""
+"""Reading the entries of a training process: out of its shared memory, or over TCP streams; see also rdma.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -25,6 +25,41 @@ from torchext.transport import receive_exactly, receive_into
 
 _CHUNK_BYTES = 8 << 20
 PIECE = struct.Struct("<QQQ")  # entry, bytes, checksum of the bytes that follow
+
+
+class Source(Protocol):
+    """Where the entries of one training process can be read; made when it claims its rank."""
+
+    def declare(self, number: int, size_bytes: int, *place: Any) -> None:
+        """Says where an entry lies, as the `Link` of the process has put it.
+
+        Raises:
+            OSError: It cannot be reached.
+            StandbyError: It does not lie there.
+        """
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Entries that are no more."""
+
+    def add(self, stream: socket.socket) -> None:
+        """One more data stream of the process is there.
+
+        Raises:
+            StandbyError: None was to come.
+        """
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all streams are there."""
+
+    def pull(self, changes: Changes, entries: dict[int, Held]) -> int:
+        """Brings what changed into ``entries`` and sets their checksums; returns how many bytes that were."""
+
+    def interrupt(self) -> None:
+        """Makes a `pull` that waits for the process end soon; from any thread."""
+
+    def close(self) -> None:
+        """Gives up all that it holds."""
 
 
 class SharedMemory:
@@ -74,14 +109,10 @@ class LocalSource:
         self._memory = SharedMemory(pid)
         self._places: dict[int, tuple[int, int]] = {}  # address and size of each entry
 
-    def declare(self, number: int, size_bytes: int, descriptor: int, offset: int, nonce: bytes) -> None:
-        """Says where an entry lies.
-
-        Raises:
-            OSError: The segment cannot be mapped.
-            StandbyError: The entry does not lie in it.
-        """
-        address, segment_bytes = self._memory.open(descriptor, nonce)
+    def declare(self, number: int, size_bytes: int, *place: Any) -> None:
+        """See `Source`."""
+        descriptor, offset, nonce = place
+        address, segment_bytes = self._memory.open(descriptor, bytes.fromhex(nonce))
         if offset < 0 or size_bytes < 0 or offset + size_bytes > segment_bytes:
             raise StandbyError(
                 f"entry {number}, {size_bytes} bytes at {offset}, is not within its segment of {segment_bytes} bytes"
@@ -92,6 +123,15 @@ class LocalSource:
         """Entries that are no more."""
         for number in numbers:
             self._places.pop(number, None)
+
+    def add(self, stream: socket.socket) -> None:
+        """See `Source`."""
+        raise StandbyError("a data stream came for a process whose memory is read")
+
+    @property
+    def is_complete(self) -> bool:
+        """See `Source`."""
+        return True
 
     def pull(self, changes: Changes, entries: dict[int, Held]) -> int:
         """See `Source`."""
@@ -109,6 +149,9 @@ class LocalSource:
         if size_bytes != slot.size_bytes:
             raise StandbyError(f"entry {number} has {slot.size_bytes} bytes, and was said to have {size_bytes}")
         return address
+
+    def interrupt(self) -> None:
+        """See `Source`; nothing here waits."""
 
     def close(self) -> None:
         """Unmaps the memory."""
@@ -131,8 +174,11 @@ class TcpSource:
         """Whether all streams are there."""
         return len(self._streams) == self.num_streams
 
+    def declare(self, number: int, size_bytes: int, *place: Any) -> None:
+        """See `Source`; the sender knows where its entries lie."""
+
     def forget(self, numbers: Sequence[int]) -> None:
-        """Nothing to forget: the sender knows where its entries lie."""
+        """See `Source`."""
 
     def pull(self, changes: Changes, entries: dict[int, Held]) -> int:
         """See `Source`."""
@@ -159,11 +205,16 @@ class TcpSource:
             entries[number].checksum = native.checksum(slot.address, slot.size_bytes)
         return sum(loads)
 
-    def close(self) -> None:
-        """Closes the streams: their senders end."""
+    def interrupt(self) -> None:
+        """See `Source`."""
         for stream in self._streams:
             with contextlib.suppress(OSError):
                 stream.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the streams: their senders end."""
+        self.interrupt()
+        for stream in self._streams:
             stream.close()
 
 
@@ -199,30 +250,32 @@ def _pull_share(
     for number, each in rows:
         changes.rows.setdefault(number, []).append(each)
     words, data = changes.to_wire()
-    wire.send(stream, {"pieces": pieces, "rows": words}, data)
+    wire.send(stream, {"pieces": pieces, "rows": words, "sums_only": False}, data)
     for number, offset, size in pieces:
         base = entries[number].slot.base[offset : offset + size]
-        checksum = _receive_header(stream, number, size)
+        checksum = receive_header(stream, number, size)
         receive_into(stream, base.numpy().data)
-        _check(native.checksum(base.data_ptr(), size), checksum, number)
+        check(native.checksum(base.data_ptr(), size), checksum, number)
     # As the sender does it: entries that share their rows come together.
     for number, each in Changes.from_wire(words, memoryview(data)).each_rows():
         size = each.size_bytes(entries[number].slot.size_bytes)
-        checksum = _receive_header(stream, number, size)
+        checksum = receive_header(stream, number, size)
         packed = np.empty(size, dtype=np.uint8)
         receive_into(stream, packed.data)
-        _check(native.checksum(packed.ctypes.data, size), checksum, number)
+        check(native.checksum(packed.ctypes.data, size), checksum, number)
         copy_rows(entries[number], packed.ctypes.data, each, packed=True)
 
 
-def _receive_header(stream: socket.socket, number: int, size: int) -> int:
+def receive_header(stream: socket.socket, number: int, size: int) -> int:
+    """The checksum of the piece that comes next, which has to be so many bytes of that entry."""
     got_number, got_size, checksum = PIECE.unpack(receive_exactly(stream, PIECE.size))
     if (got_number, got_size) != (number, size):
         raise CorruptStateError(f"expected {size} bytes of entry {number}, got {got_size} of {got_number}")
     return int(checksum)
 
 
-def _check(got: int, expected: int, number: int) -> None:
+def check(got: int, expected: int, number: int) -> None:
+    """Raises CorruptStateError unless both checksums of an entry, or of its rows, are equal."""
     if got != expected:
         raise CorruptStateError(f"entry {number} arrived with another checksum than it was sent with")
 
@@ -237,14 +290,16 @@ def serve(stream: socket.socket, find: Any) -> None:
     while True:
         words, data = wire.receive(stream)
         for number, offset, size in words["pieces"]:
-            _send_piece(stream, number, find(number)[offset : offset + size])
+            _send_piece(stream, number, find(number)[offset : offset + size], words["sums_only"])
         for number, rows in Changes.from_wire(words["rows"], data).each_rows():
             base = find(number)
             offsets, sizes = rows.ranges(base.numel())
-            _send_piece(stream, number, torch.cat([base[o : o + s] for o, s in zip(offsets, sizes, strict=True)]))
+            rows_of_it = torch.cat([base[o : o + s] for o, s in zip(offsets, sizes, strict=True)])
+            _send_piece(stream, number, rows_of_it, words["sums_only"])
 
 
-def _send_piece(stream: socket.socket, number: int, piece: torch.Tensor) -> None:
+def _send_piece(stream: socket.socket, number: int, piece: torch.Tensor, sums_only: bool) -> None:
     size = piece.numel()
     stream.sendall(PIECE.pack(number, size, native.checksum(piece.data_ptr(), size)))
-    stream.sendall(piece.numpy().data)
+    if not sums_only:  # they are read by RDMA
+        stream.sendall(piece.numpy().data)

@@ -18,7 +18,7 @@ from torchext.standby.errors import CorruptStateError, StandbyError
 from torchext.transport import receive_exactly
 
 _HEADER = struct.Struct("<4sIQI")  # magic, bytes of JSON, bytes of data, CRC-32 of both
-_MAGIC = b"TXS1"  # changes with the protocol
+_MAGIC = b"TXS2"  # changes with the protocol
 _MAX_BYTES = 1 << 32
 _MAX_GREETING_BYTES = 1 << 16  # from somebody who has not shown that he knows the token
 _TOKEN_VARIABLE = "TORCHEXT_STANDBY_TOKEN"

@@ -1,0 +1,57 @@
+"""The transport "rdma": refused where there is no device, tried in a virtual machine with software RDMA devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.standby.processes import ROOT
+from torchext.standby import Replicator, StandbyError
+
+# Makes the virtual machine: ``lab.sh build uml`` once, ``lab.sh run -- COMMAND``.
+LAB = Path(os.environ.get("TORCHEXT_LAB", ROOT.parent / "shared" / "lab"), "lab.sh")
+CACHE = Path(os.environ.get("LAB_CACHE", Path.home() / ".cache" / "lab"))
+
+
+@pytest.fixture
+def guest() -> list[str]:
+    """What runs a command in a guest."""
+    if not LAB.exists():
+        pytest.skip(f"needs a virtual machine with software RDMA devices: there is no {LAB}")
+    if not (CACHE / "linux.uml").exists():
+        pytest.skip(f"needs a virtual machine with software RDMA devices: it was not built ({LAB} build uml)")
+    if not list(CACHE.glob(f"py/pyverbs/*.{sys.implementation.cache_tag}-*.so")):
+        pytest.skip(f"{CACHE}/py has no pyverbs for this Python, {sys.implementation.cache_tag}")
+    command = [str(LAB), "run", "-t", "300"]
+    started = subprocess.run([*command, "--", "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if started.returncode != 0:
+        pytest.skip(f"a guest does not start on this machine: {started.stderr.strip().splitlines()[-1:]}")
+    return command
+
+
+@pytest.mark.skipif(any(Path("/sys/class/infiniband").glob("*")), reason="this host has an RDMA device")
+def test_without_a_device_rdma_is_refused_saying_what_is_missing() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(StandbyError, match=r"transport='rdma' is not possible: this host has no RDMA device"):
+        Replicator(model, torch.optim.SGD(model.parameters()), standby="127.0.0.1:1", job="job", transport="rdma")
+
+
+@pytest.mark.timeout(350)
+def test_in_a_guest_state_is_read_by_rdma_and_training_goes_on_after_kill_9(guest: list[str]) -> None:
+    """See rdma_guest.py for all that is tried there."""
+    program = f"lab-net up 2 && exec {sys.executable} -m tests.standby.rdma_guest"
+    done = subprocess.run(
+        [*guest, "--", "bash", "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{CACHE}/py", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(": yes,") == 8
