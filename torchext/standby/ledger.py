@@ -14,6 +14,7 @@ from torchext._native import standby as native
 from torchext.standby import tree as trees
 from torchext.standby.arena import Arena, Slot
 from torchext.standby.changes import Changes, Rows
+from torchext.standby.cuda import SideStreams
 from torchext.standby.errors import StateMismatchError
 from torchext.standby.pages import PAGE_BYTES, PageTracking
 
@@ -26,7 +27,7 @@ class Entry:
         number: Its name on the wire; never used twice.
         slot: Where its bytes lie.
         name: For messages.
-        tensor: The tensor that was adopted, or whose local part was; None for a copy made at each commit.
+        tensor: The tensor that was adopted, or whose local part was; or which is to be copied. None for other copies.
         version: Autograd's count of changes to the tensor when its bytes were last accounted for.
         reference: What the pickle of the state has for the tensor that was adopted.
     """
@@ -73,7 +74,8 @@ class Ledger:
 
     Parameters and moments of the optimizers are *adopted*: moved into shared memory, where they are changed in place
     and read by the standby. So are the other parameters of the modules as long as nobody changes them. All other
-    tensors of the state are compared with a copy at each commit.
+    tensors of the state are compared with a copy at each commit: those of the optimizers by the thread that sends it,
+    as they stay as they are until the optimizers step.
 
     Args:
         modules: Whose parameters to adopt.
@@ -110,6 +112,10 @@ class Ledger:
         self._places: list[int] | None = None  # of all that is adopted, at the last commit (see _places_now)
         self._copies: list[Entry] = []  # in the order in which they are met
         self._num_copies = 0  # met so far in this commit
+        self._settled: set[int] = set()  # addresses of parameters of optimizers that are not adopted
+        self._left: list[Entry] = []  # copies of them that the commit is still to make, or has made
+        self._side = SideStreams()
+        self._devices: set[torch.device] = set()  # CUDA devices of the optimizers' parameters
         self._pending = Changes()  # since the last commit that was sealed
         self._ahead: set[int] = set()  # entries as a step that was marked has left them, which the standby knows
         self._added: dict[int, Entry] = {}
@@ -174,6 +180,7 @@ class Ledger:
             for entry in entries.values()
             if entry.tensor is not None and entry.tensor._version != entry.version
         ]
+        written += [each for each in self._left if each.tensor is not None and each.tensor._version != each.version]
         self._pending.add_whole(entry.number for entry in written)
         for entry in written:
             assert entry.tensor is not None
@@ -196,12 +203,20 @@ class Ledger:
             Ends it: pickles what the tree has left for `tree.Later`. Call it once, in whatever thread, before anything
             else of the ledger.
         """
+        for entry in self._left:
+            entry.tensor = None
+        self._left = []
         self._adopt_all()
         self._num_copies = 0
         pickle_rest = trees.dump(collect(), self._find, self._copy)
+        self._side.follow(self._devices)
 
         def complete() -> Publication:
-            data = pickle_rest()
+            with self._side.used():
+                data = pickle_rest()
+                for entry in self._left:
+                    assert entry.tensor is not None
+                    self._update(entry, entry.tensor)
             for entry in self._copies[self._num_copies :]:
                 self._remove(entry)
             del self._copies[self._num_copies :]
@@ -313,10 +328,22 @@ class Ledger:
         elif position == len(self._copies):
             self._copies.append(self._new_entry(tensor.nbytes, f"tensor {position} of the state"))
         entry = self._copies[position]
-        host = tensor.cpu()
-        if native.update(entry.slot.address, host.data_ptr(), entry.slot.size_bytes):
-            self._pending.add_whole([entry.number])
+        if tensor.data_ptr() in self._settled:
+            entry.tensor, entry.version = tensor, tensor._version
+            self._left.append(entry)
+        else:
+            self._update(entry, tensor)
         return entry.number
+
+    def _update(self, entry: Entry, tensor: torch.Tensor) -> None:
+        """Makes a copy equal to a contiguous tensor."""
+        if tensor.is_cuda:
+            has_changed = self._side.update(entry.slot.address, tensor)
+        else:
+            host = tensor.cpu()
+            has_changed = native.update(entry.slot.address, host.data_ptr(), entry.slot.size_bytes)
+        if has_changed:
+            self._pending.add_whole([entry.number])
 
     def _new_entry(self, size_bytes: int, name: str) -> Entry:
         entry = Entry(self._next_number, self._arena.allocate(size_bytes), name)
@@ -369,6 +396,8 @@ class Ledger:
     def _look_at_all(self) -> bool:
         """Adopts what can be; false where something large could not, as it may be possible another time."""
         self._has_left = False
+        self._settled = set()
+        self._devices = set()
         owned: set[tuple[int, int, str]] = set()
         owners: set[int] = set()
         fresh: list[tuple[dict[Any, Entry], Any, str, torch.Tensor, dict[str, Any] | None]] = []
@@ -422,6 +451,10 @@ class Ledger:
             fresh.append((entries, key, name, tensor, moments))
         elif trees.local(tensor).nbytes > trees.INLINE_BYTES:
             self._has_left = True
+            if entries is self._owned and moments is None:
+                self._settled.add(_address(tensor))
+                if tensor.is_cuda:
+                    self._devices.add(tensor.device)
 
     def _adopt(
         self, entries: dict[Any, Entry], key: Any, name: str, tensor: torch.Tensor, moments: dict[str, Any] | None
