@@ -198,6 +198,7 @@ class PhantasyCheckpoint(Callback):
         def collect() -> dict[str, Any]:
             checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             loops.correct_loader_states(checkpoint)
+            checkpoint["state_dict"] = publisher.ledger.later(checkpoint["state_dict"])
             checkpoint["optimizer_states"] = [later_states(state) for state in checkpoint["optimizer_states"]]
             checkpoint[_KEY] = loops.collect()
             if self._outputs is not None:

@@ -203,7 +203,7 @@ class AsyncLightningIO(LightningIO):
 
 
 class AsyncDCP(Contender):
-    """`torch.distributed.checkpoint.async_save`, which allows one save at a time."""
+    """`torch.distributed.checkpoint.async_save`, which allows one save at a time, in a thread."""
 
     future: Any = None
 
@@ -212,11 +212,27 @@ class AsyncDCP(Contender):
 
         if self.future is not None:
             self.future.result()
-        self.future = dcp.async_save(self.state(), checkpoint_id=self.folder / f"dcp{step % 2}", no_dist=True)
+        where = self.folder / f"dcp{step % 2}"
+        self.future = dcp.async_save(self.state(), checkpoint_id=where, **self.how())
+
+    def how(self) -> dict[str, Any]:
+        return {"no_dist": True}
 
     def close(self) -> None:
         if self.future is not None:
             self.future.result()
+
+
+class AsyncDCPProcess(AsyncDCP):
+    """In a process of its own, which needs a process group: one of this rank alone."""
+
+    def how(self) -> dict[str, Any]:
+        import torch.distributed as dist
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
 
 
 class ForkCopyOnWrite(Contender):
@@ -321,7 +337,8 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace, Path], Contender]] = {
     "torch.save": TorchSave,
     "TorchCheckpointIO": LightningIO,
     "AsyncCheckpointIO": AsyncLightningIO,
-    "DCP async_save": AsyncDCP,
+    "DCP async_save, thread": AsyncDCP,
+    "DCP async_save, process": AsyncDCPProcess,
     "fork, copy on write": ForkCopyOnWrite,
 }
 

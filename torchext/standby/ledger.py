@@ -108,6 +108,8 @@ class Ledger:
         self._restless: set[int] = set()  # ids of such parameters that somebody changes all the same
         self._parameters: dict[int, torch.Tensor] = {}  # keeps the ids valid
         self._by_address: dict[int, Entry] = {}
+        # By ids of the optimizer and of the parameter: what a step of the one changes for the other.
+        self._by_optimizer: dict[int, dict[int, list[Entry]]] = {}
         self._has_left = False  # whether something large could not be adopted
         self._places: list[int] | None = None  # of all that is adopted, at the last commit (see _places_now)
         self._copies: list[Entry] = []  # in the order in which they are met
@@ -133,13 +135,14 @@ class Ledger:
         if self._pages is not None:
             return []
         whole: list[int] = []
+        known = self._by_optimizer.get(id(optimizer), {})
         for group in optimizer.param_groups:
             rows_only = self._track_rows and _keeps_to_rows(optimizer, group)
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is None:
                     continue
-                entries = self._entries_of(parameter, optimizer)
+                entries = known.get(id(parameter), ())
                 if rows_only and grad.layout == torch.sparse_coo and grad.sparse_dim() == 1:
                     indices = np.unique(grad._indices()[0].numpy())
                     for entry in entries:
@@ -152,13 +155,6 @@ class Ledger:
                     entry.version = entry.tensor._version
         self._ahead.update(whole)
         return whole
-
-    def _entries_of(self, parameter: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[Entry]:
-        key = id(parameter)
-        position = next(i for i, each in enumerate(self.optimizers) if each is optimizer)
-        found = [self._owned.get((key, -1, ""))]
-        found += [self._owned.get((key, position, name)) for name in optimizer.state.get(parameter, ())]
-        return [entry for entry in found if entry is not None]
 
     def _mark_rows(self, entry: Entry, parameter: torch.Tensor, indices: Any) -> None:
         assert entry.tensor is not None
@@ -233,6 +229,13 @@ class Ledger:
             return complete
         publication = complete()
         return lambda: publication
+
+    def later(self, state_dict: dict[str, Any]) -> Any:
+        """A module's state dict, for `tree.Later` where all in it was adopted."""
+        for each in state_dict.values():
+            if not isinstance(each, torch.Tensor) or _address(each) not in self._by_address:
+                return state_dict
+        return trees.Later(state_dict)
 
     def take_back(self, publication: Publication) -> None:
         """A publication was not sealed: what it would have brought belongs to the next one.
@@ -374,24 +377,20 @@ class Ledger:
 
     def _places_now(self) -> list[int]:
         """Identity and address of each tensor that could be adopted: whether all is as before is quick to see."""
-        found: list[int] = []
+        tensors: list[torch.Tensor] = []
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    found += id(parameter), _address(parameter)
+                tensors += group["params"]
             for moments in optimizer.state.values():
-                for value in moments.values() if isinstance(moments, dict) else ():
-                    if isinstance(value, torch.Tensor) and value.ndim:
-                        found += id(value), _address(value)
+                if isinstance(moments, dict):
+                    tensors += [each for each in moments.values() if isinstance(each, torch.Tensor) and each.ndim]
         left: list[torch.nn.Module | None] = [*self.modules.values()]
         while left:
             module = left.pop()
             if module is not None:
                 left += module._modules.values()
-                for parameter in module._parameters.values():
-                    if parameter is not None:
-                        found += id(parameter), _address(parameter)
-        return found
+                tensors += [each for each in module._parameters.values() if each is not None]
+        return [*map(id, tensors), *map(_address, tensors)]
 
     def _look_at_all(self) -> bool:
         """Adopts what can be; false where something large could not, as it may be possible another time."""
@@ -430,6 +429,12 @@ class Ledger:
                 if found is not None:
                     name = found if moments is None else f"{key[2]} of {found}"
                 self._adopt(entries, key, name, tensor, moments)
+        self._by_optimizer = {id(optimizer): {} for optimizer in self.optimizers}
+        for (parameter, position, _), entry in self._owned.items():
+            # The parameter itself belongs to each optimizer that has it.
+            for i, optimizer in enumerate(self.optimizers):
+                if position in (i, -1):
+                    self._by_optimizer[id(optimizer)].setdefault(parameter, []).append(entry)
         return not self._has_left
 
     def _look_at(
@@ -494,6 +499,8 @@ class Ledger:
 
 
 def _address(tensor: torch.Tensor) -> int:
+    if type(tensor) in trees.PLAIN and tensor.layout is torch.strided:  # quick: at each commit, for all that there is
+        return tensor.data_ptr()
     local = trees.local(tensor)
     return local.data_ptr() if local.layout is torch.strided else 0
 

@@ -205,10 +205,11 @@ class Replicator:
             FencedError: Another process has taken over this job: stop.
             StandbyLostError: The standby is lost and ``on_standby_loss="raise"``.
         """
+        later = self._publisher.ledger.later
         self._publisher.publish(
             step,
             lambda: {
-                "models": {name: model.state_dict() for name, model in self._models.items()},
+                "models": {name: later(model.state_dict()) for name, model in self._models.items()},
                 "optimizers": [later_states(optimizer.state_dict()) for optimizer in self._optimizers],
                 "extra": {name: each.state_dict() for name, each in self._extra.items()},
                 "rng": rng.collect(),

@@ -62,7 +62,7 @@ def dump(tree: Any, find: Callable[[torch.Tensor], Reference | None], place: Pla
     return rest
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def reference(entry: int, tensor: torch.Tensor) -> Reference:
@@ -94,7 +94,7 @@ def mesh_of(tensor: torch.Tensor) -> Mesh | None:
 
 
 def _is_distributed(tensor: torch.Tensor) -> bool:
-    if type(tensor) in _PLAIN:
+    if type(tensor) in PLAIN:
         return False
     module = sys.modules.get("torch.distributed.tensor")  # where it was not imported, there is none
     return module is not None and isinstance(tensor, module.DTensor)
@@ -113,7 +113,7 @@ class _Pickler(pickle.Pickler):
 
     # Called for what the pickler does not handle itself: not for dicts, numbers, text.
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) not in _PLAIN or obj.layout != torch.strided:
+        if type(obj) not in PLAIN or obj.layout != torch.strided:
             if isinstance(obj, torch.Tensor) and _is_distributed(obj):
                 spec: Any = obj._spec  # type: ignore[attr-defined]
                 shape, stride = tuple(spec.shape), tuple(spec.stride)
