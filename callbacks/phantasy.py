@@ -18,8 +18,9 @@ from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _Prefet
 
 from torchext.callbacks.outputs import Outputs
 from torchext.standby import persist, rng
+from torchext.standby.connect import open_link
 from torchext.standby.errors import NoStateError, StandbyError, StandbyLostError
-from torchext.standby.link import Identity, open_link
+from torchext.standby.link import Identity
 from torchext.standby.promote import await_promotion
 from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport, resume_from
 from torchext.standby.replicator import default_job

@@ -234,6 +234,12 @@ class AsyncDCPProcess(AsyncDCP):
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         return {"async_checkpointer_type": AsyncCheckpointerType.PROCESS}
 
+    def close(self) -> None:
+        import torch.distributed as dist
+
+        super().close()
+        dist.destroy_process_group()
+
 
 class ForkCopyOnWrite(Contender):
     """A forked child writes the state as it was."""
@@ -297,7 +303,7 @@ class Standby(Contender):
         return call_s + gate_s
 
     def bytes_per_change(self) -> tuple[float, float]:
-        pulls = self.pulls[3:]  # the first are of all that there is
+        pulls = self.pulls[3:] or self.pulls[-1:]  # the first are of all that there is
         return statistics.median(pull for pull, _ in pulls), statistics.median(p / max(1, c) for p, c in pulls)
 
     def cpu_s(self) -> float:

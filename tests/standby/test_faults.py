@@ -103,7 +103,7 @@ def test_a_hundred_kills(trainings: Trainings, running: str, tmp_path: Path, mod
 
 
 def test_a_standby_that_dies_and_comes_back_gets_the_whole_state(standby: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("torchext.standby.publisher._RETRY_S", 0.01)
+    monkeypatch.setattr("torchext.standby.connect._RETRY_S", 0.01)
     process, address = standby
     losses, _ = undisturbed(8)
     model, optimizer = build()

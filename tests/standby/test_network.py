@@ -36,7 +36,7 @@ def _assert_held(address: str, job: str, at: int, model: torch.nn.Module) -> Non
 def test_training_goes_on_while_the_network_is_away_and_catches_up(
     relay: Relay, running: str, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    monkeypatch.setattr("torchext.standby.publisher._RETRY_S", 0.01)
+    monkeypatch.setattr("torchext.standby.connect._RETRY_S", 0.01)
     losses, _ = undisturbed(5)
     model, optimizer = build()
     with Replicator(model, optimizer, standby=relay.address, job=fault) as replicator:

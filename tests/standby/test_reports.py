@@ -164,7 +164,7 @@ def test_a_reader_that_dies_in_the_middle_holds_no_lock(daemon: Daemon) -> None:
 
 def test_a_standby_that_comes_back_again_and_again_is_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytorch/torchft#329, pytorch/torchtitan#4209."""
-    monkeypatch.setattr("torchext.standby.publisher._RETRY_S", 0.01)
+    monkeypatch.setattr("torchext.standby.connect._RETRY_S", 0.01)
     losses, _ = undisturbed(400)
     model, optimizer = build()
     process, address = start_standby()

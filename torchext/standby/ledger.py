@@ -17,6 +17,7 @@ from torchext.standby.changes import Changes, Rows
 from torchext.standby.cuda import SideStreams
 from torchext.standby.errors import StateMismatchError
 from torchext.standby.pages import PAGE_BYTES, PageTracking
+from torchext.standby.tensors import address_of, can_be_adopted, is_dense, keeps_to_rows
 
 
 @dataclass(eq=False)
@@ -57,16 +58,6 @@ class Publication:
     removed: list[int]
     changes: Changes
     ahead: set[int]
-
-
-# Optimizers that touch only the rows that a sparse gradient names, and when.
-def _keeps_to_rows(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    kind = type(optimizer)
-    if kind is torch.optim.SparseAdam:
-        return True
-    if kind is torch.optim.SGD:
-        return not group["momentum"] and not group["weight_decay"]
-    return kind is torch.optim.Adagrad and not group["weight_decay"]
 
 
 class Ledger:
@@ -137,7 +128,7 @@ class Ledger:
         whole: list[int] = []
         known = self._by_optimizer.get(id(optimizer), {})
         for group in optimizer.param_groups:
-            rows_only = self._track_rows and _keeps_to_rows(optimizer, group)
+            rows_only = self._track_rows and keeps_to_rows(optimizer, group)
             for parameter in group["params"]:
                 grad = parameter.grad
                 if grad is None:
@@ -233,7 +224,7 @@ class Ledger:
     def later(self, state_dict: dict[str, Any]) -> Any:
         """A module's state dict, for `tree.Later` where all in it was adopted."""
         for each in state_dict.values():
-            if not isinstance(each, torch.Tensor) or _address(each) not in self._by_address:
+            if not isinstance(each, torch.Tensor) or address_of(each) not in self._by_address:
                 return state_dict
         return trees.Later(state_dict)
 
@@ -317,7 +308,7 @@ class Ledger:
         _, (number, dtype, shape, stride) = entry.reference
         if tensor.dtype is dtype and tensor.shape == shape and tensor.stride() == stride:
             return entry.reference
-        if entry.slot.size_bytes != tensor.nbytes or not _is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
+        if entry.slot.size_bytes != tensor.nbytes or not is_dense(tensor) or tensor.is_conj() or tensor.is_neg():
             return None
         return trees.reference(number, tensor)
 
@@ -390,7 +381,7 @@ class Ledger:
             if module is not None:
                 left += module._modules.values()
                 tensors += [each for each in module._parameters.values() if each is not None]
-        return [*map(id, tensors), *map(_address, tensors)]
+        return [*map(id, tensors), *map(address_of, tensors)]
 
     def _look_at_all(self) -> bool:
         """Adopts what can be; false where something large could not, as it may be possible another time."""
@@ -449,15 +440,15 @@ class Ledger:
     ) -> None:
         """Sees whether a tensor is where it was; else notes it in ``fresh`` if it can be adopted."""
         entry = entries.get(key)
-        if entry is not None and entry.tensor is tensor and entry.slot.address == _address(tensor):
+        if entry is not None and entry.tensor is tensor and entry.slot.address == address_of(tensor):
             seen.add(key)
-        elif _can_be_adopted(trees.local(tensor)):
+        elif can_be_adopted(trees.local(tensor)):
             seen.add(key)
             fresh.append((entries, key, name, tensor, moments))
         elif trees.local(tensor).nbytes > trees.INLINE_BYTES:
             self._has_left = True
             if entries is self._owned and moments is None:
-                self._settled.add(_address(tensor))
+                self._settled.add(address_of(tensor))
                 if tensor.is_cuda:
                     self._devices.add(tensor.device)
 
@@ -496,34 +487,3 @@ class Ledger:
             entry.tensor = None
             del self._by_address[entry.slot.address]
             self._remove(entry)
-
-
-def _address(tensor: torch.Tensor) -> int:
-    if type(tensor) in trees.PLAIN and tensor.layout is torch.strided:  # quick: at each commit, for all that there is
-        return tensor.data_ptr()
-    local = trees.local(tensor)
-    return local.data_ptr() if local.layout is torch.strided else 0
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie in memory without gaps and overlaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
-
-
-def _can_be_adopted(tensor: torch.Tensor) -> bool:
-    """Whether it may move: nothing else may look at its memory, as a view of it would be left behind."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
-        return False
-    if tensor.layout != torch.strided or tensor.is_inference() or tensor.is_quantized or tensor.is_conj():
-        return False
-    if tensor.nbytes <= trees.INLINE_BYTES or tensor.storage_offset() != 0 or not _is_dense(tensor):
-        return False
-    storage = tensor.untyped_storage()
-    # Two users: the tensor and the Python object `storage`.
-    return storage.nbytes() == tensor.nbytes and torch._C._storage_Use_Count(storage._cdata) == 2

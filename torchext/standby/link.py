@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
 import select
 import socket
-import subprocess
-import sys
 import threading
 import time
 import uuid
@@ -21,16 +18,14 @@ import torch
 from torchext._native import standby as native
 from torchext.standby import rdma, wire
 from torchext.standby import tree as trees
-from torchext.standby.arena import Segment, Slot
-from torchext.standby.errors import CorruptStateError, StandbyError, StandbyLostError
+from torchext.standby.arena import Slot
+from torchext.standby.errors import CorruptStateError, StandbyLostError
 from torchext.standby.images import record_of
 from torchext.standby.ledger import Publication
 from torchext.standby.persist import State
 from torchext.standby.source import serve
 from torchext.transport import receive_into
 
-_LOCAL_LINGER_S = 600.0
-_START_TIMEOUT_S = 60.0  # it imports torch
 _NUM_BEATS = 5  # in the time after which silence means loss
 
 
@@ -397,93 +392,6 @@ def _readable(sock: socket.socket) -> bool:
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
-
-
-def open_link(address: str, identity: Identity, *, transport: str, timeout_s: float) -> Link:
-    """Connects to a standby; starts one where the address is "local" and there is none.
-
-    Raises:
-        OSError: Nobody answers.
-        StandbyError: The standby refuses, or ``transport`` is not possible.
-    """
-    sock = _connect_or_start(address, timeout_s)
-    probe = Segment(1, huge_pages=False) if transport in ("auto", "local") else None
-    try:
-        welcome = wire.greet(
-            sock,
-            {
-                "role": "primary",
-                "job": identity.job,
-                "rank": identity.rank,
-                "world_size": identity.world_size,
-                "run": identity.run,
-                "pid": os.getpid(),
-                "host": socket.gethostname(),
-                "boot_id": wire.boot_id(),
-                "rdma": address != wire.LOCAL and transport in ("auto", "rdma"),
-                "probe": None if probe is None else {"descriptor": probe.descriptor, "nonce": probe.nonce.hex()},
-            },
-        )
-        chosen = _choose(transport, address, welcome, sock)
-        return Link(sock, address, identity, timeout_s, transport=chosen, heartbeat_s=welcome["heartbeat_s"])
-    except BaseException:
-        sock.close()
-        raise
-    finally:
-        if probe is not None:
-            probe.close()
-
-
-def _choose(transport: str, address: str, welcome: dict[str, Any], sock: socket.socket) -> str:
-    """How the standby is to read: of what is possible, in this order, out of this host's memory, by RDMA, over TCP."""
-    if welcome["local"]:
-        return "local"
-    if transport == "local":
-        raise StandbyError(
-            f"transport='local': the standby at {address} cannot read the memory of this process; it has to run on "
-            "this host, in the same pid namespace, as the same user; or use transport='tcp'"
-        )
-    if address == wire.LOCAL:
-        raise StandbyError(
-            "the local standby cannot read the memory of this process (another pid namespace?)"
-            if transport == "auto"
-            else f"transport={transport!r} needs a standby with an address, host:port, got {address!r}"
-        )
-    if transport == "tcp":
-        return "tcp"
-    lacks = "the standby's host: " + welcome["lacks_rdma"] if welcome["lacks_rdma"] else None
-    lacks = lacks or rdma.lacks(sock.getsockname()[0])
-    if lacks is None:
-        return "rdma"
-    if transport == "rdma":
-        raise StandbyError(f"transport='rdma' is not possible with the standby at {address}: {lacks}")
-    return "tcp"
-
-
-def _connect_or_start(address: str, timeout_s: float) -> socket.socket:
-    try:
-        return wire.connect(address, timeout_s)
-    except ConnectionRefusedError:
-        if address != wire.LOCAL:
-            raise
-    # It has to outlive this process, so it puts itself into the background, in a session of its own.
-    words = ["--listen", wire.LOCAL, "--background", "--linger", str(_LOCAL_LINGER_S)]
-    command = [sys.executable, "-m", "torchext", "standby", *words]
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=max(timeout_s, _START_TIMEOUT_S),
-        )
-    except subprocess.TimeoutExpired as error:
-        raise StandbyLostError(f"starting a standby on this host took more than {error.timeout:g} s") from error
-    try:
-        return wire.connect(address, timeout_s)  # even where it failed: another process may have been faster
-    except ConnectionRefusedError as error:
-        raise StandbyLostError(f"starting a standby on this host failed: {done.stderr.strip()}") from error
 
 
 def fetch(address: str, job: str, *, rank: int = 0, step: int | None = None, timeout_s: float = 60.0) -> State:

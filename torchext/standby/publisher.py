@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import operator
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -16,7 +15,6 @@ import torch
 
 from torchext._optional import require_native
 from torchext.standby.errors import (
-    CorruptStateError,
     FencedError,
     NoStateError,
     StandbyError,
@@ -28,8 +26,9 @@ require_native()
 
 from torchext.standby import persist, rdma  # noqa: E402
 from torchext.standby import tree as trees  # noqa: E402
+from torchext.standby.connect import Reconnect, open_link  # noqa: E402
 from torchext.standby.ledger import Ledger  # noqa: E402
-from torchext.standby.link import Identity, Link, open_link  # noqa: E402
+from torchext.standby.link import Identity, Link  # noqa: E402
 from torchext.standby.pages import PageTracking  # noqa: E402
 from torchext.standby.promote import await_promotion  # noqa: E402
 
@@ -40,7 +39,6 @@ Tracking = Literal["owner", "pages", "rows", "auto"]
 Transport = Literal["auto", "local", "tcp", "rdma"]
 OnStandbyLoss = Literal["degrade", "raise"]
 
-_RETRY_S = 2.0
 
 _Result = TypeVar("_Result")
 
@@ -127,7 +125,7 @@ class Publisher:
         self._ahead: dict[torch.optim.Optimizer, int] = {}  # the last order to read ahead what each has changed
         self._bytes_before = 0  # of links that are gone
         self._committed_before: int | None = None
-        self._reconnect: _Reconnect | None = None
+        self._reconnect: Reconnect | None = None
         self._closed = False
         self._has_warned = False  # that the standby is lost, since the last step that it got
         self._gate_in_optimizers = gate_in_optimizers
@@ -457,7 +455,7 @@ class Publisher:
                 f"{message}; training goes on without, and catches up when it is back", StandbyLostWarning, stacklevel=4
             )
         if not self._closed:
-            self._reconnect = _Reconnect(self._open)
+            self._reconnect = Reconnect(self._open)
 
     def _unlink(self) -> None:
         if self._link is not None:
@@ -506,41 +504,3 @@ def _track_pages() -> PageTracking | None:
     except OSError as error:
         logger.warning("tracking='pages' is not possible here, using tracking='owner': %s", error)
         return None
-
-
-class _Reconnect:
-    """Tries to open a link in a thread of its own, again and again, until it has one or is cancelled."""
-
-    def __init__(self, open_one: Any) -> None:
-        self._open = open_one
-        self._lock = threading.Lock()
-        self._link: Link | None = None  # guarded by _lock
-        self._cancelled = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torchext-standby-reconnect", daemon=True)
-        self._thread.start()
-
-    def result(self) -> Link | None:
-        """The link, once there is one; it is the caller's then."""
-        with self._lock:
-            link, self._link = self._link, None
-        if link is not None:
-            self._thread.join()
-        return link
-
-    def cancel(self) -> None:
-        """Stops trying. Waits for the attempt under way, which has a timeout."""
-        self._cancelled.set()
-        self._thread.join()
-        if self._link is not None:
-            self._link.close()
-
-    def _run(self) -> None:
-        while not self._cancelled.wait(_RETRY_S):
-            try:
-                link = self._open()
-            except (OSError, StandbyError, CorruptStateError) as error:
-                logger.debug("no standby yet: %s", error)
-                continue
-            with self._lock:
-                self._link = link
-            return
