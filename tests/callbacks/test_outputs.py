@@ -70,6 +70,7 @@ def test_an_undisturbed_run_has_the_outputs_that_it_has_without(
 def test_after_a_crash_nothing_is_of_a_step_that_never_happened_and_nothing_is_lost_or_doubled(
     daemon: Daemon, reference: Path, tmp_path: Path, every_n_steps: int
 ) -> None:
+    """Lightning-AI/pytorch-lightning#17915, where a hook was called before the file was there, among others."""
     for crash_at in (3, 7, 12, 13):
         with pytest.raises(Crashed):
             train(str(tmp_path), daemon.address, crash_at=crash_at, callback={"every_n_steps": every_n_steps})
@@ -82,6 +83,7 @@ def test_after_a_crash_nothing_is_of_a_step_that_never_happened_and_nothing_is_l
 
 
 def test_removals_wait_as_well(daemon: Daemon, tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#14035, #1331, #1366: save_top_k and a checkpoint that is written meanwhile."""
     for crash_at in (5, 11):
         with pytest.raises(Crashed):
             train(str(tmp_path), daemon.address, crash_at=crash_at, save_top_k=1)
@@ -197,5 +199,6 @@ def test_the_trainer_is_left_as_it_was(daemon: Daemon, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_io_that_writes_later_is_refused(daemon: Daemon, tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#14035: AsyncCheckpointIO leaves files behind that save_top_k was to remove."""
     with pytest.raises(ValueError, match="needs a CheckpointIO that has written when it returns"):
         train(str(tmp_path), daemon.address, plugins=[AsyncCheckpointIO()])

@@ -54,6 +54,7 @@ def _assert_goes_on(reference: Model, resumed: Model) -> None:
 
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "stream", "stateful", "sized stateful"])
 def test_goes_on_from_every_step(daemon: Daemon, kind: str) -> None:
+    """Lightning-AI/pytorch-lightning#20550, #21765, #11029: loaders off by one in the middle of an epoch."""
     reference = fit(None, kind)
     assert len(reference.losses) == 18
     for crash_at in range(2, 18, 1 if kind == "shuffled" else 3):

@@ -49,9 +49,26 @@ class Primaries(RuleBasedStateMachine):
                 assert held[0] == self.contents[0][self.book.image(0, latest)][0]  # all of one run
                 self.book.resume(rank, f"run {self.num_runs}", latest)
         self.resumed = latest if not fresh else None
+        self.is_void = False
+        self._start_at(0 if fresh or latest is None else latest + 1)
+
+    @rule(newer_by=st.integers(1, 3))
+    def restart_from_disk(self, newer_by: int) -> None:
+        """All processes are replaced and go on from the disk, which has a later step than what counts."""
+        self.num_runs += 1
+        latest = self.book.latest()
+        for rank in range(self.world_size):
+            self.book.claim(rank, self.run)
+            self.book.start_over(rank, self.run)
+            assert self.book.latest() is None  # from the first one on
+        self.resumed = None
+        self.is_void = True
+        self._start_at((-1 if latest is None else latest) + newer_by + 1)
+
+    def _start_at(self, step: int) -> None:
         self.counted = self.book.latest()
-        start = 0 if fresh or latest is None else latest + 1
-        self.next_step = [start] * self.world_size
+        self.first = step
+        self.next_step = [step] * self.world_size
         self.writing = [None] * self.world_size
         self.begun = [-1] * self.world_size
         self.promised = [None] * self.world_size
@@ -150,6 +167,7 @@ class Primaries(RuleBasedStateMachine):
             lambda: self.book.seal(rank, old, 10**6),
             lambda: self.book.drop(rank, old),
             lambda: self.book.resume(rank, old, 0),
+            lambda: self.book.start_over(rank, old),
         ):
             with pytest.raises(FencedError):
                 call()
@@ -190,7 +208,7 @@ class Primaries(RuleBasedStateMachine):
         ours = [step for step in range(max(self.next_step)) if all((self.num_runs, step) in s for s in self.sealed)]
         if ours:  # the last step that every rank has sealed in this run
             assert latest == ours[-1]
-        elif self.resumed is not None:
+        elif self.resumed is not None or self.is_void:
             assert latest == self.resumed
 
     @invariant()
@@ -198,8 +216,7 @@ class Primaries(RuleBasedStateMachine):
         if not hasattr(self, "book"):
             return
         with contextlib.suppress(StopIteration):
-            start = 0 if self.resumed is None else self.resumed + 1
-            newest = next(step for step in reversed(range(start, min(self.next_step))) if step not in self.skipped)
+            newest = next(step for step in reversed(range(self.first, min(self.next_step))) if step not in self.skipped)
             assert self.book.latest() == newest
 
 

@@ -228,6 +228,7 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple
 
 
 def test_a_full_disk_is_said_once_within_a_step_and_recovers(small_disk: Any) -> None:
+    """h2oai/h2o-llmstudio#214; Lightning's AsyncCheckpointIO stays broken once a disk was full."""
     address, folder, seen, set_full = small_disk
     model, optimizer = build()
     with _replicator(address, model, optimizer, folder, every=3) as replicator:
@@ -258,6 +259,7 @@ def test_a_full_disk_is_said_once_within_a_step_and_recovers(small_disk: Any) ->
 
 
 def test_a_full_disk_raises_where_that_is_wanted(tmp_path: Path, standby: Any) -> None:
+    """google/orbax#605: a failure in the background reaches the user within one step."""
     process, address = standby
     model, optimizer = build()
     with _replicator(address, model, optimizer, tmp_path, every=3, on_standby_loss="raise") as replicator:
@@ -271,6 +273,7 @@ def test_a_full_disk_raises_where_that_is_wanted(tmp_path: Path, standby: Any) -
 
 
 def test_a_standby_that_is_killed_leaves_whole_states_only(tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#688, #19970: a torn file after kill -9."""
     random_numbers = random.Random(1)
     model, optimizer = build()
     newest = -1

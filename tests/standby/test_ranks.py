@@ -76,6 +76,7 @@ def test_both_go_on_from_the_step_that_both_have(standby: Any, mode: str) -> Non
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_ranks_killed_at_random_points_end_as_if_undisturbed(standby: Any, tmp_path: Path, kind: str) -> None:
+    """pytorch/pytorch#136336, Lightning-AI/pytorch-lightning#18853, #17702: shards of FSDP2."""
     run_ranks(be_killed, 1, str(tmp_path), train, kind, "lag1", standby[1], 2, 0, deadline_s=240)
 
 

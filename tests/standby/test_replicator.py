@@ -45,6 +45,7 @@ def _assert_same(left: Any, right: Any) -> None:
 @pytest.mark.parametrize("transport", ["local", "tcp"])
 @pytest.mark.parametrize("mode", ["lag1", "rpo0"])
 def test_a_restored_run_is_the_undisturbed_one_bit_for_bit(daemon: Daemon, transport: Any, mode: Any) -> None:
+    """Lightning-AI/pytorch-lightning#17543, #18098: dropout after a restart."""
     losses, weights = undisturbed(12)
     model, optimizer = build()
     with _replicator(daemon, model, optimizer, transport=transport, mode=mode) as replicator:
@@ -316,6 +317,7 @@ def test_a_dropped_last_commit_does_not_keep_close_waiting(daemon: Daemon, caplo
 
 
 def test_a_state_that_cannot_be_pickled_raises_within_a_step(daemon: Daemon) -> None:
+    """google/orbax#605: a failure in the background reaches the user within one step."""
     model, optimizer = build()
     replicator = _replicator(daemon, model, optimizer)
     step(model, optimizer)
