@@ -13,7 +13,6 @@ import struct
 import subprocess
 import threading
 import warnings
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.standby.processes import Net, build, start_standby, step, undisturbed
+from tests.standby.processes import Net, build, start_standby, step, undisturbed, until
 from tests.standby.training import Trainings
 from torchext.standby import FencedError, Replicator, StandbyError, StandbyLostError, StandbyLostWarning, wire
 from torchext.standby.arena import Segment
@@ -206,8 +205,7 @@ def test_an_old_process_that_comes_back_is_fenced(trainings: Trainings, running:
     address = running
     log = tmp_path / "log"
     pid = trainings.start(log=str(log), num_steps=10**6, standby=address, job="job")
-    while not log.exists() or len(_lines_so_far(log)) < 5:
-        os.sched_yield()
+    until(lambda: log.exists() and len(_lines_so_far(log)) >= 5)
     os.kill(pid, signal.SIGSTOP)
     model, optimizer = build(seed=5)
     with Replicator(model, optimizer, standby=address, job="job") as replicator:
@@ -255,7 +253,9 @@ def test_a_wrong_token_is_refused(daemon: Daemon, monkeypatch: Any) -> None:
         check=False,
         timeout=60,
     )
-    assert "the standby has another token; give both sides the same TORCHEXT_STANDBY_TOKEN" in done.stderr
+    assert (
+        "the other end has another token than this one; give both sides the same TORCHEXT_STANDBY_TOKEN" in done.stderr
+    )
     assert status(daemon.address)["jobs"] == {}
 
 
@@ -265,7 +265,7 @@ def test_a_reader_that_stops_reading_does_not_stop_training(daemon: Daemon, monk
         replicator.commit(0, state=torch.zeros(1 << 26, dtype=torch.uint8))
         with wire.connect(daemon.address, 30) as sock, monkeypatch.context() as patch:
             patch.setattr("torchext.standby.session._READER_TIMEOUT_S", 0.3)
-            wire.greet(sock, {"role": "reader"})
+            wire.greet(sock, {"role": "reader"}, 30)
             wire.send(sock, {"op": "fetch", "job": "job", "rank": 0, "step": None})
             assert wire.receive(sock)[0]["step"] == 0
             for i in range(1, 4):
@@ -296,7 +296,7 @@ def test_strangers_wait_for_their_turn_and_have_one_deadline(daemon: Daemon, mon
         strangers = [stack.enter_context(socket.create_connection((host, int(port)), timeout=30)) for _ in range(50)]
         assert status(daemon.address, timeout_s=30)["jobs"] == {}
         slow = stack.enter_context(socket.create_connection((host, int(port)), timeout=0.05))
-        slow.sendall(struct.pack("<4sIQI", b"TXS2", 60_000, 0, 0))
+        slow.sendall(struct.pack("<I", 16_000))
         with pytest.raises(OSError, match=r"reset|Broken pipe"):  # noqa: PT012
             while True:  # a byte at a time does not prolong it
                 slow.sendall(b"{")
@@ -316,7 +316,7 @@ def test_strangers_wait_for_their_turn_and_have_one_deadline(daemon: Daemon, mon
 )
 def test_a_rank_that_cannot_be_is_refused(daemon: Daemon, hello: dict[str, Any], message: str) -> None:
     with wire.connect(daemon.address, 30) as sock, pytest.raises(StandbyError, match=message):
-        wire.greet(sock, {"role": "primary", "job": "job", "run": "a", **hello})
+        wire.greet(sock, {"role": "primary", "job": "job", "run": "a", **hello}, 30)
 
 
 def test_memory_outside_of_a_segment_is_never_read() -> None:
@@ -348,13 +348,14 @@ def test_both_ends_notice_a_host_that_is_gone(daemon: Daemon) -> None:
 
 
 def _message(text: bytes) -> bytes:
-    return struct.pack("<4sIQI", b"TXS2", len(text), 0, zlib.crc32(text)) + text
+    return struct.pack("<I", len(text)) + text
 
 
 def test_random_bytes_do_no_harm(daemon: Daemon) -> None:
     texts = (b"[]", b"1", b"[" * 30_000, b"\xff", b"{}", b'{"nonce":"\\ud800"}')
     proofs = (b'{"proof":"\xc3\xa4"}', b'{"proof":"\\ud800"}', b'{"proof":1}')
-    words = [*map(_message, texts), *(_message(b'{"nonce":"a"}') + _message(proof) for proof in proofs)]
+    hello = _message(json.dumps({"purpose": wire._PURPOSE, "nonce": "a", "words": {}}).encode())
+    words = [*map(_message, texts), *(hello + _message(proof) for proof in proofs)]
     host, port = daemon.address.rsplit(":", 1)
     for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"TXS2" + b"\xff" * 40, os.urandom(100), b"", *words):
         # It may hang up before it has read all.

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.standby.processes import build, step, undisturbed
+from tests.standby.processes import build, step, undisturbed, until
 from tests.standby.relay import Relay
 from torchext.standby import Replicator, StandbyLostError, StandbyLostWarning
 from torchext.standby.link import fetch, status
@@ -44,8 +44,7 @@ def test_training_goes_on_while_the_network_is_away_and_catches_up(
             assert step(model, optimizer) == losses[i]
             replicator.commit(i)
         replicator.gate()
-        while status(running)["jobs"][fault]["step"] != 2:
-            pass  # sealed without waiting
+        until(lambda: status(running)["jobs"][fault]["step"] == 2)  # sealed without waiting
         relay.order(fault)
         link = replicator._publisher._link
         assert link is not None

@@ -153,7 +153,7 @@ def test_a_reader_that_dies_in_the_middle_holds_no_lock(daemon: Daemon) -> None:
         for i in range(3):
             replicator.commit(i, state=torch.zeros(1 << 24, dtype=torch.uint8))
             sock = wire.connect(daemon.address, 30)
-            wire.greet(sock, {"role": "reader"})
+            wire.greet(sock, {"role": "reader"}, 30)
             wire.send(sock, {"op": "fetch", "job": "job", "rank": 0, "step": None})
             assert wire.receive(sock)[0]["step"] == i
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")

@@ -97,7 +97,7 @@ class Trainings:
         """Ends the process that forks them."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(120)  # a machine may be slow to end what has loaded torch
         assert self._process.stdout is not None
         self._process.stdout.close()
 

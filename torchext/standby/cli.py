@@ -86,7 +86,7 @@ def _serve(argv: list[str]) -> int:
     options = parser.parse_args(argv)
     try:
         memory = None if options.memory is None else parse_size(options.memory)
-        wire.parse_address(options.listen)
+        wire.check_address(options.listen)
         if options.heartbeat is not None and options.heartbeat <= 0:
             raise ValueError(f"--heartbeat has to be more than 0 s, got {options.heartbeat:g}")
     except ValueError as error:

@@ -47,6 +47,7 @@ def open_link(address: str, identity: Identity, *, transport: str, timeout_s: fl
                 "rdma": address != wire.LOCAL and transport in ("auto", "rdma"),
                 "probe": None if probe is None else {"descriptor": probe.descriptor, "nonce": probe.nonce.hex()},
             },
+            timeout_s,
         )
         chosen = _choose(transport, address, welcome, sock)
         return Link(sock, address, identity, timeout_s, transport=chosen, heartbeat_s=welcome["heartbeat_s"])

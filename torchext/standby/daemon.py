@@ -27,7 +27,7 @@ class Daemon:
     """Serves connections until `stop`; use it in a ``with`` block.
 
     Args:
-        listen: Address, as `wire.parse_address` takes it; port 0 takes a free one (see `address`).
+        listen: Address, ``host:port`` or "local"; port 0 takes a free one (see `address`).
         max_jobs: How many jobs it holds at most.
         memory_bytes: What their images may take together; None: no limit.
         linger_s: Ends by itself once all trainings are over, or nobody has been connected for so long; None: never.
@@ -56,25 +56,15 @@ class Daemon:
         self._discarded: list[Job] = []  # guarded by changed; their memory is freed without it
         self._stopping = threading.Event()
         self.strangers = threading.BoundedSemaphore(_MAX_STRANGERS)  # one for each connection until it is greeted
-        family, target = wire.parse_address(listen)
-        self._listener = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            if family != socket.AF_UNIX:
-                self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            self._listener.bind(target)
-            self._listener.listen(64)
-            self._listener.settimeout(_PAUSE_S)  # here, as `stop` may come before `serve`
-        except BaseException:
-            self._listener.close()
-            raise
-        self._family = family
+        self._listener = wire.listen(listen)
+        self._listener.settimeout(_PAUSE_S)  # here, as `stop` may come before `serve`
         self.heartbeat_s = heartbeat_s
         self.promoter = None if promote is None else Promoter(promote, self.address)
 
     @property
     def address(self) -> str:
         """What clients connect to."""
-        if self._family == socket.AF_UNIX:
+        if self._listener.family == socket.AF_UNIX:
             return wire.LOCAL
         host, port = self._listener.getsockname()[:2]
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

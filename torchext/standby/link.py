@@ -146,12 +146,12 @@ class Link:
         if self._heartbeat_s is not None and self._heartbeat is None:
             beats = wire.connect(self._address, self._timeout_s)
             self._streams.append(beats)
-            wire.greet(beats, {"role": "heartbeat", **self._names()})
+            wire.greet(beats, {"role": "heartbeat", **self._names()}, self._timeout_s)
             self._heartbeat = native.Heartbeat(beats.fileno(), max(1, int(1000 * self._heartbeat_s / _NUM_BEATS)))
         for _ in range(streams):
             stream = wire.connect(self._address, self._timeout_s)
             self._streams.append(stream)
-            wire.greet(stream, {"role": "data", **self._names()})
+            wire.greet(stream, {"role": "data", **self._names()}, self._timeout_s)
             stream.settimeout(None)  # it rests between two commits; `close` ends it
             thread = threading.Thread(
                 target=self._serve, args=(stream, find), name="torchext-standby-stream", daemon=True
@@ -443,7 +443,7 @@ _Answer = TypeVar("_Answer")
 def _as_reader(address: str, timeout_s: float, ask: Callable[[socket.socket], _Answer]) -> _Answer:
     try:
         with wire.connect(address, timeout_s) as sock:
-            wire.greet(sock, {"role": "reader"})
+            wire.greet(sock, {"role": "reader"}, timeout_s)
             return ask(sock)
     except OSError as error:
         raise StandbyLostError(

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import os
-import secrets
 import socket
 import struct
-import time
 import zlib
 from pathlib import Path
 from typing import Any
 
+from torchext import transport
 from torchext.standby.errors import CorruptStateError, StandbyError
 from torchext.transport import receive_exactly
 
 _HEADER = struct.Struct("<4sIQI")  # magic, bytes of JSON, bytes of data, CRC-32 of both
 _MAGIC = b"TXS2"  # changes with the protocol
 _MAX_BYTES = 1 << 32
-_MAX_GREETING_BYTES = 1 << 16  # from somebody who has not shown that he knows the token
+_PURPOSE = f"torchext standby, {_MAGIC.decode()}"
+_DEAD_AFTER_S = 20.0  # a host that does not answer
 _TOKEN_VARIABLE = "TORCHEXT_STANDBY_TOKEN"
 
 
@@ -65,55 +63,23 @@ def receive(
     return words, data
 
 
-def token() -> str:
-    """The secret that both sides share: from TORCHEXT_STANDBY_TOKEN, else from a file of this user, made if need be.
-
-    The file is ``standby-token`` in ``$XDG_CONFIG_HOME/torchext`` or ``~/.config/torchext``.
-    """
-    given = os.environ.get(_TOKEN_VARIABLE)
-    if given:
-        return given
-    folder = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "torchext"
-    path = folder / "standby-token"
-    folder.mkdir(parents=True, exist_ok=True)
-    new = folder / f".standby-token-{os.getpid()}-{secrets.token_hex(4)}"
-    if not path.exists():
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
-        try:
-            os.link(new, path)  # the first one wins
-        except FileExistsError:
-            pass
-        finally:
-            new.unlink()
-    return path.read_text().strip()
-
-
 def _secret(sock: socket.socket) -> str:
     """What both ends of a connection have to know; within a host, the kernel says whose process the other one is."""
     if sock.family != socket.AF_UNIX:
-        return token()
+        return transport.load_token(_TOKEN_VARIABLE, "standby-token")
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if user != os.geteuid():
         raise StandbyError(f"the process at the other end is user {user}'s, this one is user {os.geteuid()}'s")
     return LOCAL
 
 
-def prove(secret: str, nonce: str, role: str) -> str:
-    """What only a holder of the secret can answer to ``nonce``."""
-    return hmac.new(secret.encode(), f"{role}:{nonce}".encode(), hashlib.sha256).hexdigest()
-
-
-def proved(secret: str, nonce: str, role: str, answer: object) -> bool:
-    """Whether ``answer``, whatever a stranger has sent, is that of a holder of the secret."""
-    if not isinstance(answer, str) or not answer.isascii():  # compare_digest takes no other
-        return False
-    return hmac.compare_digest(prove(secret, nonce, role), answer)
-
-
-def greet(sock: socket.socket, hello: dict[str, Any]) -> dict[str, Any]:
+def greet(sock: socket.socket, hello: dict[str, Any], timeout_s: float) -> dict[str, Any]:
     """The client's side of the start of a connection.
+
+    Args:
+        sock: The connection.
+        hello: What it is for.
+        timeout_s: For each part of it; afterwards that of the socket.
 
     Returns:
         The standby's welcome.
@@ -121,13 +87,13 @@ def greet(sock: socket.socket, hello: dict[str, Any]) -> dict[str, Any]:
     Raises:
         StandbyError: The standby has another token, or refuses; the message says why.
     """
-    nonce = secrets.token_hex(16)
-    send(sock, {"nonce": nonce})
-    challenge, _ = receive(sock, _MAX_GREETING_BYTES)
-    secret = _secret(sock)
-    if not proved(secret, nonce, "standby", challenge["proof"]):
-        raise StandbyError(f"the standby has another token; give both sides the same {_TOKEN_VARIABLE}")
-    send(sock, {**hello, "proof": prove(secret, challenge["nonce"], "client")})
+    try:
+        transport.greet(sock, _secret(sock), _PURPOSE, hello, timeout_s)
+    except transport.GreetingError as error:
+        raise StandbyError(
+            f"the standby and this program do not know each other: {error}; give both sides the same "
+            f"{_TOKEN_VARIABLE} and version of torchext"
+        ) from error
     welcome, _ = receive(sock)
     return raised(welcome)
 
@@ -143,15 +109,11 @@ def accept(sock: socket.socket, timeout_s: float) -> dict[str, Any]:
         StandbyError: It does not.
         TimeoutError: It did not say so in time.
     """
-    deadline = time.monotonic() + timeout_s
-    greeting, _ = receive(sock, _MAX_GREETING_BYTES, deadline=deadline)
-    nonce = secrets.token_hex(16)
-    secret = _secret(sock)
-    send(sock, {"nonce": nonce, "proof": prove(secret, greeting["nonce"], "standby")})
-    hello, _ = receive(sock, _MAX_GREETING_BYTES, deadline=deadline)
-    if not proved(secret, nonce, "client", hello["proof"]):
-        raise StandbyError(f"the client has another token; give both sides the same {_TOKEN_VARIABLE}")
-    sock.settimeout(timeout_s)
+    try:
+        hello = transport.accept(sock, _secret(sock), _PURPOSE, timeout_s)
+    except transport.GreetingError as error:
+        raise StandbyError(str(error)) from error
+    transport.reply(sock, {})
     return hello
 
 
@@ -178,52 +140,60 @@ def boot_id() -> str:
 LOCAL = "local"
 
 
-def parse_address(address: str) -> tuple[int, Any]:
-    """Family and address of a socket.
+def check_address(address: str) -> None:
+    """Raises ValueError for what is neither ``host:port`` nor "local", the standby of this user on this host."""
+    if address != LOCAL:
+        try:
+            transport.parse_address(address)
+        except ValueError as error:
+            raise ValueError(f"expected the standby's address as host:port or {LOCAL!r}, got {address!r}") from error
 
-    Args:
-        address: ``host:port``, or "local" for the standby of this user on this host.
+
+def _local_name() -> str:
+    return f"\0torchext-standby-{os.getuid()}"
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket; port 0 takes a free one.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: It is no address of a standby.
+        OSError: There is somebody already.
     """
-    if address == LOCAL:
-        return socket.AF_UNIX, f"\0torchext-standby-{os.getuid()}"
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"expected the standby's address as host:port or {LOCAL!r}, got {address!r}")
-    host = host.strip("[]")
-    return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
-
-
-def tune(sock: socket.socket) -> None:
-    """Makes a TCP connection quick, and notice within about 20 s that the host at the other end is gone."""
-    if sock.family == socket.AF_UNIX:
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in (
-        (socket.TCP_NODELAY, 1),
-        (socket.TCP_KEEPIDLE, 10),  # s
-        (socket.TCP_KEEPINTVL, 3),  # s
-        (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, 20_000),  # ms
-    ):
-        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    check_address(address)
+    if address != LOCAL:
+        return transport.listen(address)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(_local_name())
+        sock.listen()
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def connect(address: str, timeout_s: float) -> socket.socket:
     """Connects to a standby.
 
     Raises:
+        ValueError: It is no address of a standby.
         OSError: Nobody answers at that address.
     """
-    family, target = parse_address(address)
-    sock = socket.socket(family, socket.SOCK_STREAM)
+    check_address(address)
+    if address != LOCAL:
+        return transport.connect(address, timeout_s, _DEAD_AFTER_S)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(timeout_s)
-        sock.connect(target)
-        tune(sock)
+        sock.connect(_local_name())
     except BaseException:
         sock.close()
         raise
     return sock
+
+
+def tune(sock: socket.socket) -> None:
+    """Makes a connection that was accepted quick, and notice that the host at the other end is gone."""
+    if sock.family != socket.AF_UNIX:
+        transport.tune(sock, _DEAD_AFTER_S)
