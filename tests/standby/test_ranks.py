@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fork_server import ENVIRONMENT  # loopback only, whatever this host's name stands for at the moment
 from tests.launch.programs import TORCHEXT, TORCHRUN, Program
 from tests.ranks import Rank, run_ranks, start_ranks
 from tests.standby import launched, sharded
@@ -109,7 +110,7 @@ def test_shards_need_the_mesh_that_they_are_of(standby: Any) -> None:
 def test_workers_that_a_launcher_restarts_find_the_standby(standby: Any, tmp_path: Path, launcher: Any) -> None:
     script = str(Path(__file__).with_name("launched.py"))
     words = [*launcher, "--standalone", "--nproc-per-node=2", "--max-restarts=1", script, str(tmp_path), standby[1]]
-    with Program(words) as program:
+    with Program(words, environment=ENVIRONMENT) as program:
         assert program.wait(200) == 0, program.output
     assert (tmp_path / "died").exists()
     for rank in range(2):

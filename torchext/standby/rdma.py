@@ -12,6 +12,7 @@ import contextlib
 import importlib
 import importlib.util
 import ipaddress
+import logging
 import os
 import secrets
 import select
@@ -32,6 +33,8 @@ from torchext.standby.changes import Changes
 from torchext.standby.errors import StandbyError, StandbyLostError
 from torchext.standby.images import Held, copy_rows
 from torchext.standby.source import check, receive_header
+
+logger = logging.getLogger(__name__)
 
 _HALF_BYTES = 4 << 20  # of the staging buffer: one half is copied out while the other one is read into
 _READ_BYTES = 1 << 20
@@ -174,9 +177,12 @@ class Endpoint:
         self._interrupted.set()
 
     def close(self) -> None:
-        """Gives the device back. Idempotent."""
-        with _explained("closing an RDMA device"):
-            self._context.close()  # and all that was made with it
+        """Gives the device back. Idempotent; raises nothing."""
+        try:
+            with _explained(f"closing RDMA device {self._context.name}"):
+                self._context.close()  # and all that was made with it
+        except StandbyError as error:
+            logger.warning("%s", error)
         self._regions.clear()
         if self._staging is not None:
             self._staging.close()
