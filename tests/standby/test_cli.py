@@ -55,7 +55,7 @@ def test_a_daemon_ends_cleanly_on_sigterm_and_says_where_it_listens() -> None:
     process, address = start_standby("--jobs", "2", "--memory", "1GiB")
     assert int(address.rpartition(":")[2]) > 0
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert (process.returncode, errors) == (0, "")
 
 

@@ -19,7 +19,7 @@ from torchext.standby.link import Identity, Link
 logger = logging.getLogger(__name__)
 
 _LOCAL_LINGER_S = 600.0
-_START_TIMEOUT_S = 60.0  # it imports torch
+_START_TIMEOUT_S = 120.0  # it imports torch, on a busy machine
 _RETRY_S = 2.0
 
 
