@@ -3,9 +3,10 @@
     python -m tests.replication.fuzz --schedules 1000 [--first 0]
 
 A schedule is made from its number alone: sites are killed, stopped and started again, links cut, swallowed and healed,
-messages sent and predicates changed. After each step, what a site says it has is compared with what it can read; at the
-end all is healed and everybody must have everything. The model: number of messages per origin, and for each frontier
-what was said of it. A failure prints the schedule's number and its steps.
+messages sent and predicates changed. After each step, each frontier is compared with what it was and with what the
+sites hold that it speaks of: those that are dead or stopped are asked once they are back. At the end all is healed,
+everybody must have everything, and each message is read and compared with what was sent. A failure prints the
+schedule's number and its steps.
 """
 
 from __future__ import annotations
@@ -16,19 +17,39 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.replication.sites import Cluster
 
 NAMES = ["a", "b", "c"]
-PREDICATES = [
-    "MAX($ALLSITES - $MYSITE).persisted",
-    "MIN($ALLSITES).persisted",
-    "KTH_MIN(2, $ALLSITES).persisted",
-    "MIN($ALLSITES).verified",
-    "KTH_MAX(2, $ALLSITES).verified",
-]
+PREDICATES: dict[
+    str, Callable[[float, list[float]], float]
+] = {  # each with its value, of our own and the others' counters
+    "MAX($ALLSITES - $MYSITE).persisted": lambda own, others: max(others),
+    "MIN($ALLSITES).persisted": lambda own, others: min(own, *others),
+    "KTH_MIN(2, $ALLSITES).persisted": lambda own, others: sorted([own, *others])[1],
+    "MIN($ALLSITES).verified": lambda own, others: min(own, *others),
+    "KTH_MAX(2, $ALLSITES).verified": lambda own, others: sorted([own, *others])[-2],
+}
 NUM_STEPS = 14
+
+
+@dataclass
+class Claim:
+    """A frontier that a site told: what it says has to be true of those who hold the messages."""
+
+    origin: str
+    text: str
+    frontier: int
+    held: dict[str, int] = field(default_factory=dict)  # who is not in here is yet to be asked
+
+    def check(self) -> None:
+        own, *others = (
+            float(self.held.get(name, "inf")) for name in (self.origin, *(n for n in NAMES if n != self.origin))
+        )
+        assert PREDICATES[self.text](own, others) >= self.frontier, f"{self}: they hold less"
 
 
 def run_schedule(folder: Path, seed: int) -> list[str]:
@@ -55,10 +76,19 @@ def _run(cluster: Cluster, rng: random.Random, steps: list[str]) -> None:
     said = dict.fromkeys(NAMES, 0)
     sent = dict.fromkeys(NAMES, 0)
     unsure: dict[str, list[int]] = {name: [] for name in NAMES}  # of messages that their sender was killed in
+    claims: list[Claim] = []
+
+    def ask(name: str) -> None:
+        """Asks a site that is back what it holds of what was claimed."""
+        held = {origin: cluster[name].call("last", origin) for origin in NAMES}
+        for claim in claims:
+            claim.held[name] = min(held[claim.origin], claim.held.get(name, held[claim.origin]))
+            claim.check()
 
     def begin(name: str) -> None:
         cluster[name].answer()
-        text[name] = rng.choice(PREDICATES)
+        ask(name)
+        text[name] = rng.choice(list(PREDICATES))
         cluster[name].call("register", "p", text[name])
         said[name] = 0
         last = cluster[name].call("last", name)
@@ -106,15 +136,23 @@ def _run(cluster: Cluster, rng: random.Random, steps: list[str]) -> None:
             cluster[name].signal(signal.SIGSTOP)
             stopped.add(name)
         elif action == "change" and awake:
-            text[name] = rng.choice(PREDICATES)
+            text[name] = rng.choice(list(PREDICATES))
             cluster[name].call("change", "p", text[name])
-        for other in sorted(up - stopped):
+            frontier = cluster[name].call("frontier", "p")
+            assert frontier >= said[name], f"the frontier of {name} went from {said[name]} to {frontier}"
+            said[name] = frontier  # which was also said under the former predicate
+        awakes = sorted(up - stopped)
+        for other in awakes:
             frontier = cluster[other].call("frontier", "p")
             assert frontier >= said[other], f"the frontier of {other} went from {said[other]} to {frontier}"
-            assert frontier <= cluster[other].call("last", other)
+            if frontier > said[other]:
+                held = {witness: cluster[witness].call("last", other) for witness in awakes}
+                claims.append(Claim(other, text[other], frontier, held))
+                claims[-1].check()
             said[other] = frontier
     for name in stopped:
         cluster[name].signal(signal.SIGCONT)
+        ask(name)
     for proxy in cluster.proxies.values():
         proxy.heal()
     for name in NAMES:
