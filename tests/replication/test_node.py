@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import queue
 import random
 import shutil
 import subprocess
@@ -288,6 +289,25 @@ def test_site_added_again_is_told_only_what_was_verified(pair: Pair) -> None:
     del pair.paris._core._keep
     pair.paris._core.work.set()
     pair.paris.waitfor(2, "here", 30, origin="tokyo")
+
+
+def test_monitors_outlast_that_a_site_was_gone(pair: Pair) -> None:
+    told = queue.SimpleQueue[int]()
+    core, address = pair.paris._core, pair.config["sites"]["tokyo"]["address"]
+    pair.paris.register_predicate("here", "MIN(paris).verified")
+    pair.paris.register_predicate("too", "MIN(paris).received")
+    pair.paris.monitor_stability_frontier("here", told.put, origin="tokyo")
+    pair.tokyo.send(b"first")
+    assert told.get(timeout=30) == 1
+    pair.paris.waitfor(1, "too", 30, origin="tokyo")
+    with core.lock:
+        core._tell("tokyo", ["here", "too"])  # has moved, and is gone before the monitors are told
+        pair.paris.remove_site("tokyo")
+        pair.paris.add_site("tokyo", address=address)
+    pair.tokyo.send(b"second")
+    while told.get(timeout=30) < 2:
+        pass
+    pair.paris.check()
 
 
 def test_acks_that_a_site_no_longer_tells_of_are_lost(pair: Pair) -> None:

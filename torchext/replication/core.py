@@ -228,6 +228,9 @@ class Core:
             for ack in ACKS:  # what came later is yet to be verified: `keep` does it
                 self._own[name, ack] = 0
                 self.raise_own(name, ack, self._durable[name].seq)
+            for origin, monitored in self._monitors:  # from before it was removed
+                if origin == name:
+                    self.frontiers_of(name, monitored)
             self.raise_own(name, RECEIVED, log.tail.seq)
             self._set_sites()
         self.work.set()
@@ -254,6 +257,7 @@ class Core:
             self.outboxes, self.heard = _without(self.outboxes, name), _without(self.heard, name)
             self.logs, self.frontiers = _without(self.logs, name), _without(self.frontiers, name)
             self._own = {(origin, ack): seq for (origin, ack), seq in self._own.items() if origin != name}
+            self._queue = {key: None for key in self._queue if key[0] != name}
             self._set_sites()
 
     def _set_sites(self) -> None:
