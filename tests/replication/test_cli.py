@@ -110,7 +110,7 @@ def test_says_what_is_wrong(config: Path, capsys: pytest.CaptureFixture[str], ar
         ("x = 1", "unknown key 'x'; expected some of acks, dead_after_s, key"),
         ("key = 'short'\n[sites.a]\naddress='h:1'\nstore='s'", "the key must have at least 16 bytes"),
         ("[sites.a]\naddress='h:1'\nstore='s'", "give key_file (or key), or a [tls] table"),
-        ("[sites.a]\naddress='h'\nstore='s'", "[sites.a]: address: expected host:port, got 'h'"),
+        ("[sites.a]\naddress='h'\nstore='s'", "[sites.a]: address: expected an address as host:port"),
         ("[sites.a]\naddress='h:1'", "[sites.a]: store is missing"),
         ("[sites.a]\naddress='h:1'\nstore='s'\nport='1'", "[sites.a]: unknown key 'port'"),
         ("segment_bytes = 10\n[sites.a]\naddress='h:1'\nstore='s'", "segment_bytes: expected a whole number, at least"),

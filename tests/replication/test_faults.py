@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from tests.replication.fuzz import run_schedule
-from tests.replication.sites import Cluster, content
+from tests.replication.sites import KEY, Cluster, content
 from torchext.replication.config import load_config
-from torchext.replication.handshake import HandshakeError, connect, receive_json, send_json
+from torchext.replication.handshake import PROTOCOL, HandshakeError, connect
 from torchext.replication.log import HEADER
+from torchext.transport import GreetingError, greet
 
 ALL = ["paris", "tokyo", "oregon"]
 EVERYWHERE = "MIN($ALLSITES).persisted"
@@ -278,9 +279,12 @@ def lonely(tmp_path: Path) -> Iterator[tuple[Cluster, dict[str, Any]]]:
         yield cluster, cluster.config("paris")
 
 
+PLACE = struct.Struct("<qqI")  # number, offset, checksum
+
+
 def data_connection(config: dict[str, Any]) -> socket.socket:
     sock, reply = connect(load_config(config), "paris", "tokyo", {"purpose": "data", "stream": "paris"})
-    send_json(sock, {"begin": reply["place"]})
+    sock.sendall(PLACE.pack(*reply["place"]))
     sock.settimeout(20)
     return sock
 
@@ -323,23 +327,21 @@ def test_control_frame_without_bounds_is_hung_up_on(lonely: tuple[Cluster, dict[
 
 def test_nobody_is_heard_without_the_key(lonely: tuple[Cluster, dict[str, Any]]) -> None:
     cluster, config = lonely
-    with pytest.raises(HandshakeError, match=r"what answers at .* for tokyo does not have our key"):
+    with pytest.raises(HandshakeError, match=r"tokyo at .*, greeted with the key as token: .* another token"):
         connect(load_config({**config, "key": "another key, not ours"}), "paris", "tokyo", {"purpose": "control"})
-    # One that does not check who answers, and guesses:
     host, port = config["sites"]["tokyo"]["address"].split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as sock:
-        send_json(sock, {"site": "paris", "to": "tokyo", "purpose": "status", "nonce": ""})
-        proof = receive_json(sock, time.monotonic() + 20)["proof"]
-        send_json(sock, {"proof": proof})  # the server's own proof, sent back
-        assert "keys differ" in receive_json(sock, time.monotonic() + 20)["error"]
-        assert sock.recv(1) == b""
-    with socket.create_connection((host, int(port)), timeout=20) as sock:
-        send_json(sock, {"site": "paris", "to": "tokyo", "purpose": "status", "nonce": ""})
-        receive_json(sock, time.monotonic() + 20)
-        send_json(sock, {"proof": "\ud800"})  # no text that could be encoded
-        assert "keys differ" in receive_json(sock, time.monotonic() + 20)["error"]
-    junks = [b"{]}", b'{"site": ["paris"]}', b"[" * 16000, b'{"site": ' + b"[" * 400 + b"]" * 400 + b"}"]
-    for junk in (struct.pack("<I", 1 << 30), b"", *(struct.pack("<I", len(junk)) + junk for junk in junks)):
+    whole = {"site": "paris", "to": "tokyo", "purpose": "status"}
+    for words, why in (
+        ({**whole, "to": "oregon"}, "this is tokyo, not oregon"),
+        ({**whole, "site": "mallory"}, "tokyo knows no site 'mallory'; it knows paris, tokyo"),
+        ({**whole, "purpose": "sightseeing"}, "tokyo does not serve 'sightseeing' to paris"),
+        ({**whole, "site": ["paris"]}, "closed the connection"),
+    ):
+        address = host, int(port)
+        refusal = pytest.raises((GreetingError, ConnectionResetError), match=why)
+        with socket.create_connection(address, timeout=20) as sock, refusal:
+            greet(sock, KEY.encode().hex(), PROTOCOL, words, 20)
+    for junk in (struct.pack("<I", 1 << 30), b"", struct.pack("<I", 3) + b"{]}"):
         with socket.create_connection((host, int(port)), timeout=20) as sock:
             sock.sendall(junk)
             sock.shutdown(socket.SHUT_WR)
@@ -357,20 +359,22 @@ def test_impostor_at_the_address_of_a_site_stops_nobody(tmp_path: Path) -> None:
         for answer in 2 * answers:  # the attempts of both links
             sock, _ = impostor.accept()
             with sock:
-                receive_json(sock, time.monotonic() + 20)
+                sock.recv(1000)
                 sock.sendall(struct.pack("<I", len(answer)) + answer)
                 while sock.recv(1000):
                     pass
         assert cluster["paris"].call("send", 1, 100) == 1
 
 
-@pytest.mark.parametrize("place", [None, [1], [0, 0, "0"], [0, 0, -1], [1 << 70, 0, 0], [float("nan"), 0, 0]])
-def test_place_that_is_none_is_hung_up_on(lonely: tuple[Cluster, dict[str, Any]], place: Any) -> None:
+@pytest.mark.parametrize("place", [(-1, 0, 0), (0, -1, 0), (7, 0, 1)], ids=["number", "offset", "gap"])
+def test_place_that_is_none_is_hung_up_on(lonely: tuple[Cluster, dict[str, Any]], place: tuple[int, int, int]) -> None:
     cluster, config = lonely
     sock, _ = connect(load_config(config), "paris", "tokyo", {"purpose": "data", "stream": "paris"})
     with sock:
         sock.settimeout(20)
-        send_json(sock, {"begin": place})
+        sock.sendall(PLACE.pack(*place))
+        if place[0] == 7:  # where a stream may begin that was truncated; what follows has to go on from there
+            sock.sendall(HEADER.pack(0x4D525453, 10, 1, 0, 1, 0, 0) + bytes(10))
         assert sock.recv(1) == b""
     assert cluster["tokyo"].call("send", 1, 100) == 1
 

@@ -13,6 +13,7 @@ from torchext.replication.archive import is_url
 from torchext.replication.errors import ConfigError
 from torchext.replication.log import MIN_SEGMENT_BYTES
 from torchext.replication.predicates import ACKS
+from torchext.transport import parse_address
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -130,18 +131,6 @@ def load_config(source: str | Path | Mapping[str, Any]) -> Config:
         raise ConfigError(f"{source}: {error}") from None
 
 
-def parse_address(text: str) -> tuple[str, int]:
-    """Takes ``host:port`` apart; IPv6 addresses stand in square brackets.
-
-    Raises:
-        ConfigError: It is not of this form.
-    """
-    host, colon, port = text.rpartition(":")
-    if not colon or not host or not port.isdecimal() or int(port) > 65535:
-        raise ConfigError(f"expected host:port, got {text!r}")
-    return host.strip("[]"), int(port)
-
-
 def make_site(name: str, table: Any, folder: Path = _HERE) -> Site:
     """Checks one ``[sites.NAME]`` table.
 
@@ -162,7 +151,7 @@ def make_site(name: str, table: Any, folder: Path = _HERE) -> Site:
         if texts.get(key):
             try:
                 parse_address(texts[key])
-            except ConfigError as error:
+            except ValueError as error:
                 raise ConfigError(f"{where}: {key}: {error}") from None
     if is_url(texts["store"]) != bool(texts.get("cache")):
         raise ConfigError(

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torchext import transport
 from torchext.replication import handshake
 from torchext.replication.core import RECEIVED, Core, Marks
 from torchext.replication.cursor import Cursor
@@ -31,6 +32,7 @@ _ITEM = struct.Struct("<HHQ")  # number of the origin, number of the ack type, s
 _NAMES, _ALL, _NEWS, _MARKS = 1, 2, 3, 4
 _MARK = struct.Struct("<QQ")  # question, answer
 _MAX_CONTROL_BYTES = 1 << 20
+_PLACE = struct.Struct("<qqI")  # where the sender of a stream begins: number, offset, checksum
 _SEND_BYTES = 4 << 20  # per system call
 
 _logger = logging.getLogger(__name__)
@@ -112,7 +114,7 @@ def send_stream(origin: str) -> Callable[[Link, dict[str, Any]], None]:
         assert sock is not None
         log = core.logs[origin]
         with _cursor(core, log, origin, link.site, _place(reply.get("place"))) as cursor:
-            handshake.send_json(sock, {"begin": cursor.place})
+            sock.sendall(_PLACE.pack(*cursor.place))
             while not link.has_ended():
                 region = cursor.region()
                 if region is None:
@@ -239,15 +241,16 @@ def receive_stream(core: Core, sock: socket.socket, site: str, origin: str) -> N
     """
     log = core.logs.get(origin)
     if log is None or origin not in (site, core.me):
-        handshake.refuse(sock, f"{site} does not send the messages of {origin!r} to {core.me}")
+        transport.refuse(sock, f"{site} does not send the messages of {origin!r} to {core.me}")
         return
     if not log.writing.acquire(timeout=handshake.TIMEOUT_S):
-        handshake.refuse(sock, f"{core.me} is writing the messages of {origin}")
+        transport.refuse(sock, f"{core.me} is writing the messages of {origin}")
         return
     try:
         log.begin_receiving()
-        handshake.send_json(sock, {"place": log.tail})
-        begin = _place(handshake.receive_json(sock, time.monotonic() + handshake.TIMEOUT_S).get("begin"))
+        transport.reply(sock, {"place": log.tail})
+        given = transport.receive_exactly(sock, _PLACE.size, time.monotonic() + handshake.TIMEOUT_S)
+        begin = _place(list(_PLACE.unpack(given)))
         sock.settimeout(None)
         if begin != log.tail:
             log.begin_at(begin)
@@ -290,17 +293,17 @@ def receive_counters(
         OSError: It ended, or was silent for too long.
         FrameError: What came is no frame of counters.
     """
-    handshake.send_json(sock, {})
+    transport.reply(sock, {})
     sock.settimeout(core.config.dead_after_s)
     names: list[str] = []
     for link in links(site):
         link.wake.set()  # it is there: no reason to wait before the next attempt
     try:
         while not core.closing.is_set():
-            length, kind = _FRAME.unpack(_receive(sock, _FRAME.size))
+            length, kind = _FRAME.unpack(transport.receive_exactly(sock, _FRAME.size))
             if length > _MAX_CONTROL_BYTES:
                 raise FrameError(f"a control frame of {length} bytes")
-            data = _receive(sock, length)
+            data = bytes(transport.receive_exactly(sock, length))
             if kind == _NAMES:
                 names = _names(data)
             elif kind in (_ALL, _NEWS):
@@ -341,7 +344,7 @@ def send_back(link: Link, reply: dict[str, Any]) -> None:
     if log.tail.seq > place.seq:
         _logger.warning("%s lost its messages %d to %d; sending them back", link.site, place.seq + 1, log.tail.seq)
     with _cursor(core, log, link.site, link.site, place) as cursor:
-        handshake.send_json(sock, {"begin": cursor.place})
+        sock.sendall(_PLACE.pack(*cursor.place))
         while not link.has_ended() and (region := cursor.region()) is not None:
             at, end = region
             while at < end:
@@ -377,16 +380,6 @@ def _counters(data: bytes, names: list[str]) -> dict[tuple[str, str], int]:
             raise FrameError("a counter without a name")
         counters[names[origin], names[ack][1:]] = seq
     return counters
-
-
-def _receive(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise ConnectionResetError("the other side hung up")
-        data += piece
-    return data
 
 
 def _readable(sock: socket.socket, timeout_s: float) -> bool:

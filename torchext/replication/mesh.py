@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torchext import transport
 from torchext.replication import handshake, links
-from torchext.replication.config import parse_address
 from torchext.replication.core import RECEIVED, Core
 from torchext.replication.errors import ReplicationError
 from torchext.replication.predicates import Counter
@@ -47,7 +47,7 @@ class Mesh:
         self.links: list[links.Link] = []
         self._threads: list[threading.Thread] = []
         site = core.config.sites[self._me]
-        self._listener = _listen(site.listen or site.address)
+        self._listener = transport.listen(site.listen or site.address)
 
     def open(self) -> None:
         """Begins to serve who connects, and to connect to all others."""
@@ -135,7 +135,7 @@ class Mesh:
             known = True
             site, purpose, stream = (str(hello.get(key)) for key in ("site", "purpose", "stream"))
             if purpose == "status":
-                handshake.send_json(sock, self._status())
+                transport.reply(sock, self._status())
             elif purpose in ("data", "control") and site != self._me:
                 with self._incoming.only((purpose, site, stream), sock):
                     if purpose == "data":
@@ -143,7 +143,7 @@ class Mesh:
                     else:
                         links.receive_counters(core, sock, site, self._links_to, self._give_back)
             else:
-                handshake.refuse(sock, f"{self._me} does not serve {purpose!r} to {site}")
+                transport.refuse(sock, f"{self._me} does not serve {purpose!r} to {site}")
         except (OSError, ReplicationError) as error:
             if not core.closing.is_set():
                 _logger.debug("site %s: connection from %s: %s", self._me, peer, error)
@@ -207,12 +207,6 @@ class Mesh:
                     )
                     link.kick()
                     progress[link] = seen, now
-
-
-def _listen(address: str) -> socket.socket:
-    host, port = parse_address(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=64)
 
 
 def _shut(listener: socket.socket) -> None:
