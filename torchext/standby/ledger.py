@@ -252,6 +252,10 @@ class Ledger:
             number: native.checksum(entry.slot.address, entry.slot.size_bytes) for number, entry in self._known.items()
         }
 
+    def sizes(self) -> dict[int, int]:
+        """Bytes of every entry that the standby knows, by number."""
+        return {number: entry.slot.size_bytes for number, entry in self._known.items()}
+
     def missed(self, numbers: Iterable[int]) -> list[str]:
         """These entries are other ones at the standby: the next publication brings them whole. Returns their names."""
         self._pending.add_whole(numbers)

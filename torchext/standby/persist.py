@@ -27,7 +27,7 @@ from torchext.standby.jobs import Job
 logger = logging.getLogger(__name__)
 
 _HEADER = struct.Struct("<4sQQ")  # magic, bytes of JSON, bytes of the tree
-_MAGIC = b"TXP1"
+MAGIC = b"TXP1"  # how such a file begins
 _NUM_KEPT = 2  # the one before stays until the next has been there for a while
 
 
@@ -83,27 +83,49 @@ def load(
     folder = folder_of(directory, job) / f"step-{found[-1] if step is None else step}"
     path = folder / f"rank-{rank}"
     try:
-        with path.open("rb") as file:
-            words, tree, entries = _read(file)
+        state = read_file(path, find_mesh)
     except FileNotFoundError as error:
         num_ranks = len(list(folder.iterdir()))
         raise StateMismatchError(f"{folder} has ranks 0 to {num_ranks - 1}, rank {rank} was asked for") from error
-    except (ValueError, struct.error, KeyError) as error:
-        raise CorruptStateError(
-            f"{path} is not as it was written: {error}; remove its folder to go on without"
-        ) from error
-    if world_size is not None and words["world_size"] != world_size:
+    except CorruptStateError as error:
+        raise CorruptStateError(f"{error}; remove its folder to go on without") from error
+    if world_size is not None and state.world_size != world_size:
         raise StateMismatchError(
-            f"{folder} is of {words['world_size']} ranks, this program has {world_size}; go on with as many, or use "
+            f"{folder} is of {state.world_size} ranks, this program has {world_size}; go on with as many, or use "
             "another job name"
         )
+    return state
+
+
+def read_file(path: Path, find_mesh: trees.FindMesh | None = None) -> State:
+    """Reads the state of one rank from its file. For ``find_mesh`` see `tree.load`.
+
+    Raises:
+        CorruptStateError: The file is not as it was written.
+    """
+    try:
+        with path.open("rb") as file:
+            words, tree, entries = _read(file)
+    except (ValueError, struct.error, KeyError) as error:
+        raise CorruptStateError(f"{path} is not as it was written: {error}") from error
     return State(words["step"], words["world_size"], trees.load(tree, entries.__getitem__, find_mesh))
+
+
+def head_of(words: dict[str, Any], tree: bytes) -> bytes:
+    """How the file of a state begins; the bytes of its entries follow.
+
+    Args:
+        words: ``step``, ``world_size``, ``entries`` as (number, size, checksum) of each, and their ``record``.
+        tree: The pickle that refers to the entries.
+    """
+    text = json.dumps(words).encode()
+    return _HEADER.pack(MAGIC, len(text), len(tree)) + text + tree
 
 
 def _read(file: Any) -> tuple[dict[str, Any], bytes, dict[int, torch.Tensor]]:
     magic, text_bytes, tree_bytes = _HEADER.unpack(file.read(_HEADER.size))
-    if magic != _MAGIC:
-        raise ValueError(f"it begins with {magic!r}, not {_MAGIC!r}")
+    if magic != MAGIC:
+        raise ValueError(f"it begins with {magic!r}, not {MAGIC!r}")
     words = json.loads(file.read(text_bytes))
     tree = file.read(tree_bytes)
     if record_of(words["step"], tree, words["entries"]) != words["record"]:
@@ -206,8 +228,7 @@ class Persister:
         try:
             for rank, (words, tree) in enumerate(ranks):
                 with (new / f"rank-{rank}").open("xb") as file:
-                    text = json.dumps(words).encode()
-                    file.write(_HEADER.pack(_MAGIC, len(text), len(tree)) + text + tree)
+                    file.write(head_of(words, tree))
                     for number, _, _ in words["entries"]:
                         file.write(self._copies[rank, number].numpy().data)
                     file.flush()

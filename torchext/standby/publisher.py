@@ -27,7 +27,7 @@ require_native()
 from torchext.standby import persist, rdma  # noqa: E402
 from torchext.standby import tree as trees  # noqa: E402
 from torchext.standby.connect import Reconnect, open_link  # noqa: E402
-from torchext.standby.ledger import Ledger  # noqa: E402
+from torchext.standby.ledger import Ledger, Publication  # noqa: E402
 from torchext.standby.link import Identity, Link  # noqa: E402
 from torchext.standby.pages import PageTracking  # noqa: E402
 from torchext.standby.promote import await_promotion  # noqa: E402
@@ -64,6 +64,8 @@ class Publisher:
     Attributes:
         step: The last step that was published; None before the first.
         stalled_s: How long training has waited for the standby in all, in seconds.
+        on_sealed: Called with each step that the standby holds whole and its publication, before the optimizers may
+            change what that speaks of (`Ledger.entry`).
     """
 
     def __init__(
@@ -113,6 +115,7 @@ class Publisher:
         self._expected: dict[int, int] | None = None  # checksums of the step in flight, if it is audited
         self.step: int | None = None
         self.stalled_s = 0.0
+        self.on_sealed: list[Callable[[int, Publication], None]] = []
         self._standby = standby
         self._identity = identity
         self._mode = mode
@@ -252,6 +255,7 @@ class Publisher:
         if link is None:
             return False
         orders = list(self._ahead.values()) if optimizer is None else [self._ahead.get(optimizer, 0)]
+        sealed: Publication | None = None
         try:
             if max(orders, default=0) > link.read_ahead:
                 self._timed(lambda: link.wait_ahead(max(orders)))
@@ -279,13 +283,17 @@ class Publisher:
             else:
                 link.seal(step)
                 self._has_warned = False
-                return True
+                sealed = link.publication
         except FencedError:
             self._unlink()
             raise
         except (OSError, StandbyError) as error:
             self._lose(error)
-        return False
+        if sealed is None or step is None:
+            return False
+        for tell in self.on_sealed:
+            tell(step, sealed)
+        return True
 
     def settle(self) -> None:
         """Returns once the last commit counts, or cannot."""
