@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
@@ -18,9 +18,12 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities import rank_zero_warn
 
-from torchext.replication.checkpoints import SCHEME, Sent, fetch_checkpoint, send_checkpoint
+from torchext.replication.checkpoints import SCHEME, Sent, fetch_checkpoint, send_checkpoint, send_delta
 from torchext.replication.errors import ReplicationError, StabilityTimeoutError
 from torchext.replication.node import Node
+
+if TYPE_CHECKING:
+    from torchext.callbacks.stabilizer_standby import Snapshot, StandbyFollower
 
 _PIECE_BYTES = 64 << 20  # of a restored checkpoint, as rank 0 hands it to the others
 
@@ -35,6 +38,11 @@ class StabilizerReplication(Checkpoint):
     ``trainer.fit(model, ckpt_path="stabilizer://SITE/latest?predicate=NAME")`` goes on from the newest checkpoint of
     that site that was stable under the predicate: rank 0 restores it and hands it to the others. Strategies
     that read checkpoints by themselves (FSDP, ModelParallel) take a folder that `fetch_checkpoint` has written.
+
+    Next to a `PhantasyCheckpoint`, with ``max_deltas`` and one rank, no file is written and nothing is compared: what
+    the standby is told to have changed is copied while the optimizer waits, and sent. It takes the size of the state in
+    memory. A step that comes while the one before is still being handed over is left out. What is restored from there
+    also has the position in the data and the random number generators; it is pickled, so only from sites to be trusted.
 
     Example::
 
@@ -91,6 +99,9 @@ class StabilizerReplication(Checkpoint):
         self.timeout = timeout
         self.sent: list[Sent] = []  # oldest first; guarded by _lock
         self._since: Sent | None = None  # what the next one may be told by; used by the sender alone
+        self._places: dict[int, int] | None = None  # in that one, if it was a snapshot; used by the sender alone
+        self._follower: StandbyFollower | None = None
+        self._due: int | None = None  # the step from which on a snapshot is to be taken
         self._lock = threading.Lock()
         self._last_step = -1  # of which a checkpoint was taken
         self._first_step = 0
@@ -136,6 +147,19 @@ class StabilizerReplication(Checkpoint):
         self._sender = futures.ThreadPoolExecutor(1, thread_name_prefix="stabilizer-send")
         staging = tempfile.mkdtemp(prefix="torchext-checkpoints-") if trainer.is_global_zero else ""
         self.staging = Path(trainer.strategy.broadcast(staging))
+        self._since = self._places = self._due = None
+        if self.node is not None and self.max_deltas and trainer.world_size == 1:
+            self._follow(trainer)
+
+    def _follow(self, trainer: pl.Trainer) -> None:
+        """Has snapshots taken of what the trainer's standby is told, if it has one."""
+        from torchext.callbacks.phantasy import PhantasyCheckpoint
+        from torchext.callbacks.stabilizer_standby import StandbyFollower
+
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, PhantasyCheckpoint) and callback.publisher is not None:
+                self._follower = StandbyFollower(callback.publisher, self._wants_snapshot, self._take_snapshot)
+                return
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -147,13 +171,18 @@ class StabilizerReplication(Checkpoint):
         # With several optimizers it moves by more than one.
         if step // self.every_n_steps > self._last_step // self.every_n_steps:
             self._last_step = step
-            self._take(trainer, step)
+            if self._follower is not None and self._follower.is_connected:
+                self._due = step  # told to the standby next, and then handed to `_take_snapshot`
+            else:
+                self._take(trainer, step)
         if self.node is not None and step - max(self.stable_step, self._first_step) > self.max_lag:
             self._lags(step)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sends what is left; waits for it to become stable, unless only warnings are wanted."""
         del pl_module
+        if self._due is not None:  # the standby did not get it, or the one before was still being handed over
+            self._take(trainer, trainer.global_step)
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.shutdown(wait=True)
@@ -175,8 +204,36 @@ class StabilizerReplication(Checkpoint):
             sender.shutdown(wait=True)
         self._clean(trainer)
 
+    def _wants_snapshot(self, step: int) -> bool:
+        if self._due is None or step < self._due or not all(future.done() for future in self._pending):
+            return False
+        return self._sender is not None
+
+    def _take_snapshot(self, snapshot: Snapshot) -> None:
+        self._due = None
+        assert self.node is not None
+        assert self._sender is not None
+        self._pending.append(self._sender.submit(self._send_snapshot, self.node, snapshot))
+
+    def _send_snapshot(self, node: Node, snapshot: Snapshot) -> None:
+        since, places = self._since, self._places
+        self._since = self._places = None  # if this fails, the next one is sent whole
+        if since is not None and places is not None and since.num_deltas < self.max_deltas:
+            sent = send_delta(node, snapshot.delta(places), snapshot.step, since, timeout=self.timeout)
+        else:
+            assert self.staging is not None
+            path = self.staging / "snapshot"
+            try:
+                snapshot.write(path)
+                sent = send_checkpoint(node, path, snapshot.step, timeout=self.timeout)
+            finally:
+                path.unlink(missing_ok=True)
+        self._since, self._places = sent, snapshot.places()
+        self._add(sent)
+
     def _take(self, trainer: pl.Trainer, step: int) -> None:
         assert self.staging is not None
+        self._due = None
         path = self.staging / f"{step}.ckpt"
         trainer.save_checkpoint(path)  # by all ranks
         if self.node is not None and self._sender is not None:
@@ -184,11 +241,16 @@ class StabilizerReplication(Checkpoint):
 
     def _send(self, node: Node, path: Path, step: int) -> None:
         since = self._since if self._since is not None and self._since.num_deltas < self.max_deltas else None
+        if self._places is not None:
+            since = self._places = None
         try:
             sent = send_checkpoint(node, path, step, since=since, is_base=self.max_deltas > 0, timeout=self.timeout)
         finally:
             _remove(path)
         self._since = sent if self.max_deltas else None
+        self._add(sent)
+
+    def _add(self, sent: Sent) -> None:
         with self._lock:
             self.sent.append(sent)
         self._forget()
@@ -255,6 +317,9 @@ class StabilizerReplication(Checkpoint):
         if self.staging is not None and trainer.is_global_zero:
             shutil.rmtree(self.staging, ignore_errors=True)
         self.staging = None
+        if self._follower is not None:
+            self._follower.close()
+            self._follower = None
 
 
 class _FromSites(CheckpointIO):
@@ -309,6 +374,9 @@ class _FromSites(CheckpointIO):
         fetch_checkpoint(node, url, file, timeout=self.replication.timeout)
         if file.is_dir():
             raise ReplicationError(f"{url} is a sharded checkpoint; write it to a folder with fetch_checkpoint")
+        from torchext.callbacks.stabilizer_standby import to_checkpoint  # needs the native core, as the node does
+
+        to_checkpoint(file)
 
     def remove_checkpoint(self, path: Any) -> None:
         self.inner.remove_checkpoint(path)

@@ -94,6 +94,29 @@ def send_checkpoint(
     return Sent(step, min(first, since.first), seq, since.num_deltas + 1, blocks)
 
 
+def send_delta(node: Node, delta: bytes, step: int, since: Sent, *, timeout: float | None = None) -> Sent:
+    """Sends a checkpoint of one file as what changed; whoever reads it sees by the file itself whether it is right.
+
+    Args:
+        node: Of this site.
+        delta: What `deltas.Pieces` makes of it.
+        step: Of the training.
+        since: The checkpoint of one file that it is told by, which this site sent before and still has.
+        timeout: See `send_checkpoint`, as for what is raised.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    first = node.send(delta, timeout=timeout)
+    content = {
+        "stabilizer_checkpoint": 1,
+        "step": step,
+        "files": [("", first)],
+        "since": since.seq,
+        "changed": {"": ""},
+    }
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    return Sent(step, since.first, node.send(json.dumps(content).encode(), timeout=left), since.num_deltas + 1)
+
+
 @dataclass(frozen=True)
 class Address:
     """Where a checkpoint is: ``stabilizer://SITE/latest?predicate=NAME``."""
@@ -166,7 +189,8 @@ def fetch_checkpoint(node: Node, url: str, to: str | os.PathLike[str], *, timeou
 
 def _restore(node: Node, site: str, content: dict[str, Any], name: str, path: Path) -> None:
     """Writes a file of a checkpoint, from those that it is told by."""
-    steps: list[tuple[int, str]] = []  # newest first: the message of a delta, and the digest of what it makes
+    # Newest first: the message of a delta, and the digest of what it makes, or "" if the file says whether it is right.
+    steps: list[tuple[int, str]] = []
     while (digest := content.get("changed", {}).get(name)) is not None:
         steps.append((dict(content["files"])[name], digest))
         content = json.loads(_message(node, site, content["since"]).payload)
@@ -182,7 +206,7 @@ def _restore(node: Node, site: str, content: dict[str, Any], name: str, path: Pa
                 deltas.decode(_message(node, site, seq).payload, source, target)
                 target.flush()
                 os.fsync(target.fileno())
-            if deltas.digest_of(made) != digest:
+            if digest and deltas.digest_of(made) != digest:
                 raise ReplicationError(f"{path}: what message {seq} of {site} makes of the file is not what was sent")
             os.replace(made, base)
         os.replace(base, path)

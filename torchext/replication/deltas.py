@@ -51,25 +51,49 @@ def scan(path: Path) -> tuple[Blocks, list[tuple[bytes, int, int]]]:
     return Blocks(places, whole.hexdigest()), ordered
 
 
+class Pieces:
+    """The pieces of a file, in order: of its base, or of its own."""
+
+    def __init__(self) -> None:
+        self._pieces: list[list[int]] = []  # [1, offset, length] of the base, [0, offset, length] of what follows them
+        self._data: list[bytes | memoryview] = []
+        self._num_bytes = 0
+
+    def copy(self, offset: int, length: int) -> None:
+        """Goes on with a part of the base."""
+        self._add([1, offset, length])
+
+    def put(self, data: bytes | memoryview) -> None:
+        """Goes on with these bytes, which must stay as they are until `delta`."""
+        self._add([0, self._num_bytes, len(data)])
+        self._data.append(data)
+        self._num_bytes += len(data)
+
+    def _add(self, piece: list[int]) -> None:
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and last[0] == piece[0] and last[1] + last[2] == piece[1]:
+            last[2] += piece[2]
+        else:
+            self._pieces.append(piece)
+
+    def delta(self) -> bytes:
+        """What `decode` makes the file of."""
+        words = json.dumps(self._pieces).encode()
+        return b"".join([_HEAD.pack(len(words)), words, *self._data])
+
+
 def encode(path: Path, ordered: list[tuple[bytes, int, int]], base: Blocks) -> bytes:
-    """The pieces of a file: [1, offset, length] of the base, [0, offset, length] of the bytes that follow the list."""
-    pieces: list[list[int]] = []
-    data = bytearray()
+    """A file, told by the blocks that it has in common with its base."""
+    pieces = Pieces()
     with open(path, "rb") as file:
         for digest, offset, length in ordered:
             found = base.places.get(digest)
             if found is None:
                 file.seek(offset)
-                piece = [0, len(data), length]
-                data += file.read(length)
+                pieces.put(file.read(length))
             else:
-                piece = [1, *found]
-            if pieces and pieces[-1][0] == piece[0] and pieces[-1][1] + pieces[-1][2] == piece[1]:
-                pieces[-1][2] += length
-            else:
-                pieces.append(piece)
-    words = json.dumps(pieces).encode()
-    return _HEAD.pack(len(words)) + words + data
+                pieces.copy(*found)
+    return pieces.delta()
 
 
 def decode(delta: bytes, base: BinaryIO, to: BinaryIO) -> None:
