@@ -306,6 +306,8 @@ class replication:  # a submodule
     @staticmethod
     def crc32c(data: Buffer, crc: int = 0) -> int: ...
     @staticmethod
+    def crc32c_each_way(data: Buffer, crc: int = 0) -> list[int]: ...
+    @staticmethod
     def scan_frames(
         buffer: Buffer, begin: int, end: int, seq: int, offset: int, checksum: int, max_message: int
     ) -> tuple[int, int, int, int, int]:

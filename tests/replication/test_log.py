@@ -65,9 +65,10 @@ def test_checksum_is_crc32c() -> None:
 
     assert native.crc32c(b"123456789") == 0xE3069283  # RFC 3720's own check value
     rng = random.Random(1)
-    for size in (0, 1, 7, 8, 9, 767, 768, 769, 3 * 8192 - 1, 3 * 8192, 30000):
+    for size in (0, 1, 7, 8, 9, 767, 768, 769, 1023, 1024, 1087, 1088, 1300, 3 * 8192 - 1, 3 * 8192, 30000):
         data = rng.randbytes(size)
         assert native.crc32c(data) == bitwise(data)
+        assert set(native.crc32c_each_way(data)) == {bitwise(data)}
         cut = rng.randrange(size + 1)
         assert native.crc32c(data[cut:], native.crc32c(data[:cut])) == bitwise(data)
     assert native.crc32c(b"a") != zlib.crc32(b"a")

@@ -85,6 +85,13 @@ void bind(py::module_& m) {
             return crc32c(crc, bytes.data(), bytes.size());
         },
         py::arg("data"), py::arg("crc") = 0);
+    m.def(
+        "crc32c_each_way",
+        [](const py::buffer& buffer, std::uint32_t crc) {
+            const Bytes bytes(buffer);
+            return crc32c_each_way(crc, bytes.data(), bytes.size());
+        },
+        py::arg("data"), py::arg("crc") = 0);
     m.def("scan_frames", &scan_frames, py::arg("buffer"), py::arg("begin"), py::arg("end"), py::arg("seq"),
           py::arg("offset"), py::arg("checksum"), py::arg("max_message"));
     m.def("find_frame", &find_frame, py::arg("buffer"), py::arg("begin"), py::arg("end"), py::arg("seq"),
