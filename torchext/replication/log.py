@@ -139,6 +139,11 @@ class StreamLog:
         with self.changed:
             return len(self._segments) * self._segment_bytes
 
+    def size_with(self, size: int) -> int:
+        """What it would take with a message of so many bytes more."""
+        with self.changed:
+            return self.size_bytes + self._num_files_for(size) * self._segment_bytes
+
     def wait_beyond(self, place: Place, timeout_s: float) -> bool:
         """Waits until there is something after this place; whether there is."""
         with self.changed:
@@ -323,6 +328,12 @@ class StreamLog:
 
     def _reserve(self, size: int) -> None:
         """Makes files for all of a message before its first byte is written."""
+        count = self._num_files_for(size)
+        while len(self._spares) < count:
+            self._make_spare()
+
+    def _num_files_for(self, size: int) -> int:
+        """How many files more a message takes."""
         left = 0 if self._writable is None else self._segment_bytes - self._writable.segment.end
         per_segment = self._segment_bytes - BEGIN
         frames = size // MAX_PAYLOAD + 1
@@ -331,8 +342,7 @@ class StreamLog:
         while needed > 0:
             count += 1
             needed -= per_segment - 2 * HEADER.size
-        while len(self._spares) < count:
-            self._make_spare()
+        return count
 
     def _make_spare(self) -> None:
         path = self._spare_path()

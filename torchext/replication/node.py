@@ -105,6 +105,11 @@ class Node:
         log = self._core.logs[self.me]
         deadline = None if timeout is None else time.monotonic() + timeout
         limit = self._config.max_log_bytes
+
+        def has_room() -> bool:
+            # The last file is never dropped, so to wait while there is no other would be for good.
+            return not limit or log.size_with(size) <= limit or log.size_bytes <= self._config.segment_bytes
+
         while True:
             # Held by another thread that sends, or while another site gives back what this one has lost.
             if not log.writing.acquire(timeout=-1 if deadline is None else max(0.0, deadline - time.monotonic())):
@@ -114,8 +119,7 @@ class Node:
             try:
                 self._core.check()
                 self._check_not_behind(log.tail.seq)
-                # The last file is never dropped, so to wait while there is no other would be for good.
-                if not limit or log.size_bytes + size <= limit or log.size_bytes <= self._config.segment_bytes:
+                if has_room():
                     log.abort_partial()
                     seq = log.append(source, size, kind)
                     self._core.raise_own(self.me, RECEIVED, seq)
@@ -124,13 +128,12 @@ class Node:
             finally:
                 log.writing.release()
             with log.changed:
-                left = None if deadline is None else deadline - time.monotonic()
-                if left is not None and left <= 0:
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                if not log.changed.wait_for(lambda: has_room() or self._core.closing.is_set(), left):
                     raise StoreFullError(
                         f"the log of {self.me} takes {log.size_bytes} of max_log_bytes = {limit}, and {size} more did "
                         f"not find room within {timeout:g} s; {self._holding_back()}"
                     )
-                log.changed.wait(min(0.5, left) if left is not None else 0.5)
 
     def _check_not_behind(self, seq: int) -> None:
         with self._core.lock:
