@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import resource
@@ -17,6 +18,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
@@ -55,6 +57,7 @@ class Model(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         x: torch.Tensor = torch.randn(4, 8, generator=torch.Generator().manual_seed(self.global_step))
         y: torch.Tensor = self.layer(x)
+        self.log("loss", y.square().mean())
         return y.square().mean()
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -255,6 +258,36 @@ def test_failure_to_send_is_raised_soon_or_warned_of(tmp_path: Path) -> None:
         assert len(words) == 3  # the next one was tried all the same
     finally:
         pair.close()
+
+
+def test_full_disk_costs_one_checkpoint_and_is_got_over(pair: Pair, tmp_path: Path) -> None:
+    """h2oai/h2o-llmstudio#214, google/orbax#605: found out at the next step, and the checkpoint after it is taken."""
+    calls = []
+
+    def full_once(*arguments: int) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        os.ftruncate(arguments[0], arguments[2])
+
+    replication = StabilizerReplication(pair.paris, every_n_steps=2, max_lag=10, keep=None)
+    pair.paris.send(bytes((2 << 20) - 100_000))  # the next message needs another file
+    model = Model()
+    model.register_buffer("large", torch.zeros(50_000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", full_once)
+        with pytest.warns(UserWarning, match=r"could not be sent to the other sites: .*no room for"):
+            fit(model, trainer(tmp_path, 6, replication))
+    assert [sent.step for sent in replication.sent] == [4, 6]
+
+
+def test_other_checkpoints_are_left_alone(pair: Pair, tmp_path: Path) -> None:
+    """Lightning-AI/pytorch-lightning#14035, #1331, #1366: which of the files stay is for ModelCheckpoint to say."""
+    best = ModelCheckpoint(tmp_path / "best", save_top_k=1, monitor="loss", every_n_train_steps=1)
+    replication = StabilizerReplication(pair.paris, every_n_steps=1, on_unstable="wait")
+    fit(Model(), trainer(tmp_path, 5, best, replication))
+    assert [str(path) for path in (tmp_path / "best").iterdir()] == [best.best_model_path]
+    assert [sent.step for sent in replication.sent] == [4, 5]
 
 
 class TwoOptimizers(Model):

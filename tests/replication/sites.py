@@ -340,6 +340,10 @@ class _Commands:
             expected += 1
         return int(expected - 1)
 
+    def save(self, origin: str, seq: int, path: str) -> None:
+        """Writes a message of a site to a file."""
+        next(self.node.receive(origin, after=seq - 1, timeout=0)).save(path)
+
     def held_since(self, origin: str, after: int) -> int:
         """Reads what follows a message, and returns the last one's number."""
         return max((message.seq for message in self.node.receive(origin, after=after, timeout=0)), default=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import filecmp
+import os
 import signal
 import socket
 import struct
@@ -228,6 +230,30 @@ def test_sites_come_and_go_while_the_others_run(tmp_path: Path) -> None:
         assert cluster["tokyo"].call("held", "paris") == seq
 
 
+def test_file_is_sent_without_being_in_memory(tmp_path: Path) -> None:
+    size = 96 << 20
+    with open(tmp_path / "file", "wb") as file:
+        file.truncate(size)
+        for at in range(0, size, 1 << 20):
+            os.pwrite(file.fileno(), at.to_bytes(8, "little"), at + 77)
+    with Cluster(tmp_path, ["paris", "tokyo"]) as cluster:
+        restart(cluster, "paris")
+        before = [anonymous_kib(cluster["paris"].pid)]
+        assert cluster["paris"].call("send_file", str(tmp_path / "file")) == 1
+        restart(cluster, "tokyo")  # the log's files that are mapped no more go out by sendfile
+        before.append(anonymous_kib(cluster["tokyo"].pid))
+        cluster["paris"].call("register", "all", EVERYWHERE)
+        cluster["paris"].call("waitfor", 1, "all", 60)
+        cluster["tokyo"].call("save", "paris", 1, str(tmp_path / "copy"))
+        for name, kib in zip(cluster.names, before, strict=True):
+            assert anonymous_kib(cluster[name].pid) - kib < 16 << 10
+    assert filecmp.cmp(tmp_path / "file", tmp_path / "copy", shallow=False)
+
+
+def anonymous_kib(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().split("RssAnon:")[1].split()[0])
+
+
 def test_memory_and_files_do_not_grow_with_what_passes(tmp_path: Path) -> None:
     with Cluster(tmp_path, ["paris", "tokyo"]) as cluster:
         for site in cluster.start_all():
@@ -246,9 +272,8 @@ def test_memory_and_files_do_not_grow_with_what_passes(tmp_path: Path) -> None:
         def sizes() -> list[tuple[int, int]]:
             found = []
             for name in cluster.names:
-                status = Path(f"/proc/{cluster[name].pid}/status").read_text()
-                anonymous_kib = int(status.split("RssAnon:")[1].split()[0])
-                found.append((anonymous_kib, len(list(Path(f"/proc/{cluster[name].pid}/fd").iterdir()))))
+                pid = cluster[name].pid
+                found.append((anonymous_kib(pid), len(list(Path(f"/proc/{pid}/fd").iterdir()))))
             return found
 
         use(20)
