@@ -341,6 +341,20 @@ def test_sharded_checkpoint_comes_back_as_a_folder(pair: Pair, tmp_path: Path) -
     assert copies == {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_distributed_checkpoint_is_loaded_from_its_copy(pair: Pair, tmp_path: Path) -> None:
+    from torch.distributed import checkpoint
+
+    state = {"weights": torch.arange(100_000.0), "step": 3}
+    checkpoint.save(state, checkpoint_id=tmp_path / "sharded", no_dist=True)
+    pair.paris.waitfor(send_checkpoint(pair.paris, tmp_path / "sharded", 3).seq, "safe", 30)
+    assert fetch_checkpoint(pair.tokyo, FROM_PARIS, tmp_path / "copy") == 3
+    found = {"weights": torch.zeros(100_000), "step": 0}
+    checkpoint.load(found, checkpoint_id=tmp_path / "copy", no_dist=True)
+    assert torch.equal(found["weights"], state["weights"])
+    assert found["step"] == 3
+
+
 def test_checkpoint_is_found_behind_more_log_files_than_can_be_open(pair: Pair, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"state")
     send_checkpoint(pair.paris, tmp_path / "file", 5)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,6 +77,36 @@ def test_runs_a_site_answers_and_ends_at_sigterm(config: Path, capsys: pytest.Ca
         site.wait()
         assert site.stdout is not None
         site.stdout.close()
+
+
+def test_watch_shows_the_frontier_as_it_moves(config: Path) -> None:
+    pytest.importorskip("rich", reason="rich is not installed (pip install 'torchext[rich]')")
+    screen, terminal = os.openpty()
+    command = [sys.executable, "-c", SITE, "site", "frontier", "--watch", "--config", str(config), "--me", "paris"]
+    environment = {**os.environ, "TERM": "xterm", "NO_COLOR": "1", "COLUMNS": "100"}
+    shown = b""
+
+    def read_until(pattern: bytes) -> None:
+        nonlocal shown
+        deadline = time.monotonic() + 60
+        while not re.search(pattern, shown):
+            assert select.select([screen], [], [], max(0.0, deadline - time.monotonic()))[0], shown
+            shown += os.read(screen, 10_000)
+
+    with Node(config, me="paris") as paris, Node(config, me="tokyo"):
+        watch = subprocess.Popen(command, stdout=terminal, stderr=terminal, cwd=ROOT, env=environment)
+        try:
+            read_until(rb"safe\W+0\W")
+            paris.waitfor(paris.send(b"hello"), "safe", 30)
+            read_until(rb"safe\W+1\W")
+            watch.send_signal(signal.SIGINT)
+            assert watch.wait(30) == 130
+        finally:
+            watch.kill()
+            watch.wait()
+            for descriptor in (screen, terminal):
+                os.close(descriptor)
+    assert b"Traceback" not in shown
 
 
 def test_check_explains_a_predicate(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

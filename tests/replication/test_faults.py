@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import filecmp
 import os
 import signal
@@ -17,9 +18,10 @@ import pytest
 
 from tests.replication.fuzz import run_schedule
 from tests.replication.sites import KEY, Cluster, content
+from torchext._native import replication as native
 from torchext.replication.config import load_config
 from torchext.replication.handshake import PROTOCOL, HandshakeError, connect
-from torchext.replication.log import HEADER
+from torchext.replication.log import HEADER, LAST
 from torchext.transport import GreetingError, greet
 
 ALL = ["paris", "tokyo", "oregon"]
@@ -338,6 +340,24 @@ def restart_paris_and_send(cluster: Cluster) -> None:
     cluster["paris"].call("register", "all", EVERYWHERE)
     cluster["paris"].call("waitfor", cluster["paris"].call("send", 3, 1000), "all", 30)
     assert cluster["tokyo"].call("held", "paris") == 3
+
+
+def test_late_bytes_of_an_older_connection_are_not_taken(lonely: tuple[Cluster, dict[str, Any]]) -> None:
+    cluster, config = lonely
+    checksum, frames = 0, []
+    for seq in (1, 2):
+        payload = content("paris", seq, 100)
+        frames.append(bytearray(HEADER.size + 100))
+        checksum = native.put_frame(frames[-1], 0, payload, 0, 100, seq, 0, LAST, 0, checksum)
+    with data_connection(config) as older:
+        older.sendall(frames[0][:50])  # the rest was on a slow way when paris connected anew
+        with data_connection(config) as newer:
+            assert older.recv(1) == b""
+            with contextlib.suppress(OSError):
+                older.sendall(frames[0][50:] + frames[1])
+            newer.sendall(frames[0] + frames[1])
+            assert wait_until(lambda: cluster["tokyo"].call("held", "paris") == 2)
+            assert cluster["tokyo"].call("status")["trouble"] == {}
 
 
 def test_control_frame_without_bounds_is_hung_up_on(lonely: tuple[Cluster, dict[str, Any]]) -> None:
