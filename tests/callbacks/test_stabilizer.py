@@ -272,6 +272,7 @@ def test_full_disk_costs_one_checkpoint_and_is_got_over(pair: Pair, tmp_path: Pa
 
     replication = StabilizerReplication(pair.paris, every_n_steps=2, max_lag=10, keep=None)
     pair.paris.send(bytes((2 << 20) - 100_000))  # the next message needs another file
+    assert pair.tokyo.wait_received("paris", 1, 30)
     model = Model()
     model.register_buffer("large", torch.zeros(50_000))
     with pytest.MonkeyPatch.context() as patch:
@@ -318,7 +319,7 @@ def test_training_ends_though_its_last_checkpoint_finds_no_room(tmp_path: Path) 
     pair = Pair(tmp_path, predicates={"safe": "MIN($ALLSITES).persisted"}, max_log_bytes=4 << 20)
     try:
         pair.tokyo.close()
-        pair.paris.send(bytes(3 << 20))  # is not dropped
+        pair.paris.send(bytes((4 << 20) - 2000))  # is not dropped
         options: dict[str, Any] = {"every_n_steps": 2, "timeout": 0.2}
         with pytest.warns(UserWarning, match=r"could not be sent to the other sites: .*did not find room within"):
             fit(Model(), trainer(tmp_path, 2, StabilizerReplication(pair.paris, **options)))
