@@ -32,15 +32,51 @@ def slurm(own_slurm: emulated.Slurm) -> Iterator[emulated.Slurm]:
     own_slurm.wait_until_idle()
 
 
-def test_jobs_wait_in_slurm_by_name_and_run_where_the_queue_says(slurm: emulated.Slurm, tmp_path: Path) -> None:
+def test_jobs_wait_in_slurm_held_and_run_where_the_queue_says(slurm: emulated.Slurm, tmp_path: Path) -> None:
     go = tmp_path / "go"
+
+    def listed() -> list[str]:
+        return sorted(slurm.call("squeue", "--noheader", "--format=%j %T %D %C %N|%r").splitlines())
+
+    def wait_until_held(*others: str) -> str:
+        found: list[str] = []
+
+        def look() -> bool:
+            lines = slurm.call("squeue", "--noheader", "--name=later", "--format=%i %T %r").splitlines()
+            found[:] = [line.split()[0] for line in lines if line.endswith(" PENDING JobHeldUser")]
+            return len(lines) == len(found) == 1 and found[0] not in others
+
+        queue.wait_until(look)
+        return found[0]
+
     with Engine(slurm).queue(tmp_path / "q", "2x1") as queue:
         queue.client.call("drain", machine="node0")
-        job = queue.submit("--name", "mine", WORKER, "show", "SLURMD_NODENAME", "wait", str(go))
-        queue.wait_for_log(job, "SLURMD_NODENAME=node1")
-        assert slurm.call("squeue", "--noheader", "--format=%j %T %D %C %N") == "mine RUNNING 1 1 node1\n"
+        steps = ("show", "SLURMD_NODENAME", "show", "SLURM_JOB_ID", "save", "0", "say", "ready", "wait", str(go))
+        job = queue.submit("--name", "mine", "--grace", "9", WORKER, *steps)
+        queue.wait_for_log(job, "ready")
+        assert "SLURMD_NODENAME=node1" in queue.log(job)
+        later = queue.submit("--name", "later", WORKER, *steps)
+        never = queue.submit("--name", "never", WORKER)
+        pending = [f"{name} PENDING 1 1 |JobHeldUser" for name in ("later", "never")]
+        queue.wait_until(lambda: listed() == [pending[0], "mine RUNNING 1 1 node1|None", pending[1]])
+        queue.client.call("cancel", job=never)
+        first = wait_until_held()
+        slurm.call("scancel", first)
+        second = wait_until_held(first)
+        slurm.call("scontrol", "release", second)  # and so it starts on node0, but nothing of the job does
+        third = wait_until_held(first, second)
+        queue.kill()
+        queue.start()
+        queue.client.call("requeue", job=job)  # the older of the two, so it is the next again
+        queue.wait_for_log(job, "ready", run=2)
+        assert "rank 0 saved" in queue.log(job, run=1)
+        assert wait_until_held() == third
         go.touch()
-        queue.wait_for_state(job, "done")
+        for each in (job, later):
+            queue.wait_for_state(each, "done")
+        assert "SLURMD_NODENAME=node1" in queue.log(later)
+        assert f"SLURM_JOB_ID={third}\n" in queue.log(later)
+        assert [queue.job(each)["num_runs"] for each in (job, later, never)] == [2, 1, 0]
 
 
 def test_the_cluster_is_that_of_slurm_unless_said_otherwise(slurm: emulated.Slurm, tmp_path: Path) -> None:

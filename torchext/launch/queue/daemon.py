@@ -27,7 +27,7 @@ from torchext.launch.folders import lock, write_whole
 from torchext.launch.queue.dispatcher import Dispatcher
 from torchext.launch.queue.node import LocalNode, Node
 from torchext.launch.queue.remote import NotYet, RemoteNode
-from torchext.launch.queue.slurm_engine import SlurmEngine, discover
+from torchext.launch.queue.slurm_engine import NUM_HELD, SlurmEngine, discover
 from torchext.launch.queue.store import JobRow, RunRow, Store
 from torchext.launch.queue.types import JobState, PartKey, Submission
 from torchext.scheduling import Cluster, Machine, make_policy
@@ -183,7 +183,7 @@ class Daemon:
             for name, remote in self._remote.items():
                 remote.forget(self._dispatcher.open_parts(name).keys())
             if self._slurm is not None:
-                self._slurm.keep(self._dispatcher.open_parts())
+                self._slurm.keep(self._dispatcher.open_parts(), self._dispatcher.upcoming(NUM_HELD))
         except (OSError, sqlite3.Error) as error:
             # What is in memory may differ from what is stored; the latter is right, as after a crash.
             logger.error("cannot go on (%s); trying again from what is stored", error)

@@ -7,6 +7,7 @@ that a dispatcher made anew goes on where another was killed.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections.abc import Mapping
@@ -15,9 +16,9 @@ from pathlib import Path
 from torchext.launch.errors import LaunchError
 from torchext.launch.queue.clock import Clock
 from torchext.launch.queue.node import Node
-from torchext.launch.queue.parts import make_part
+from torchext.launch.queue.parts import make_part, make_request
 from torchext.launch.queue.store import JobRow, RunRow, Store
-from torchext.launch.queue.types import JobState, PartKey, PartReport, PartState, Submission, Why
+from torchext.launch.queue.types import JobState, PartKey, PartReport, PartState, Request, Submission, Why
 from torchext.launch.queue.verdict import goes_on_without, judge
 from torchext.launch.queue.words import explain, too_large
 from torchext.scheduling import (
@@ -244,6 +245,19 @@ class Dispatcher:
             if machine in (None, name)
         }
 
+    def upcoming(self, limit: int) -> list[Request]:
+        """Describes the next runs of jobs that hold nothing yet, of the first of them up to a limit."""
+        decided = {run.job: run.number for run in self._runs if run.start_s is None}
+        waiting = (row for row in self._rows.values() if row.state is JobState.WAITING or row.id in decided)
+        return [
+            make_request(
+                row.submission,
+                PartKey(row.id, decided.get(row.id, row.num_runs + 1), 0),
+                job_folder=self._job_folder(row.id),
+            )
+            for row in itertools.islice(waiting, limit)
+        ]
+
     def set_away(self, machine: str, away: bool) -> None:
         """Takes note that a machine can, or cannot, be asked for new work."""
         (self._away.add if away else self._away.discard)(machine)
@@ -448,7 +462,7 @@ class Dispatcher:
 
     def _start_part(self, run: RunRow, key: PartKey, endpoint: str | None) -> None:
         asked = self._rows[run.job].submission
-        job_folder = self._folder / "jobs" / str(run.job)
+        job_folder = self._job_folder(run.job)
         job_folder.mkdir(parents=True, exist_ok=True)
         self._nodes[run.machines[key.node][0]].start(make_part(asked, run, key, endpoint, job_folder=job_folder))
 
@@ -459,6 +473,9 @@ class Dispatcher:
         if row is None:
             raise LaunchError(f"there is no job {number}")
         return row
+
+    def _job_folder(self, number: int) -> Path:
+        return self._folder / "jobs" / str(number)
 
     def _runs_of(self, number: int) -> list[RunRow]:
         return [run for run in self._runs if run.job == number]

@@ -177,13 +177,21 @@ def submit_held(
     return int(printed.partition(";")[0])  # NUMBER or NUMBER;CLUSTER
 
 
-def place_and_release(job: int, names: Sequence[str]) -> None:
-    """Tells Slurm where a held job runs, and lets it.
+def place(job: int, names: Sequence[str]) -> None:
+    """Tells Slurm where a held job will run.
 
     Raises:
         SlurmError: Slurm refuses, or cannot be reached.
     """
     _run(["scontrol", "update", f"JobId={job}", f"ReqNodeList={','.join(names)}"])
+
+
+def release(job: int) -> None:
+    """Lets a held job run.
+
+    Raises:
+        SlurmError: Slurm refuses, or cannot be reached.
+    """
     _run(["scontrol", "release", str(job)])
 
 

@@ -1,16 +1,18 @@
 """Slurm as the machines of a queue: for each run one job of Slurm, held, placed by our policy, released.
 
-A thread of its own speaks to Slurm, again and again, and sees to it that what is there is what should be: it submits
-what is to start, releases what is held, cancels what nobody knows. A job is released only once its number is on disk:
-what the sbatch of a killed daemon leaves behind never runs.
+A job that waits in the queue waits in Slurm, too, held, where squeue shows it. A thread of its own speaks to Slurm,
+again and again, and sees to it that what is there is what should be: it submits what waits, places and releases what
+is to start, cancels what nobody knows. A job is released only once its number is on disk: what the sbatch of a killed
+daemon leaves behind never runs. Nor does what somebody else releases: where it should run is not known.
 
 What becomes of parts is told by files, in a folder that all nodes share (that of the queue, under ``slurm/``):
 
 ====================  ================================================================================================
 ``JOB/run-N/``        one run:
+``batch.sh``          what its job of Slurm runs: `slurm_task` on each node
+``held``              the number of that job, which waits for the run to be placed
 ``run.json``          machines of the parts, their addresses, the grace
-``id``                the number of its job of Slurm; there is one from the moment on at which it may run
-``batch.sh``          what that job runs: `slurm_task` on each node
+``id``                the number again, from the moment on at which it may run
 ``slurm.log``         what Slurm, and the tasks, have to say
 ``refused``           why it cannot be started
 ``part-K.json``       what the K-th node is to start
@@ -36,11 +38,14 @@ from torchext.launch import folders
 from torchext.launch.errors import LaunchError
 from torchext.launch.queue import slurm
 from torchext.launch.queue.node import SPARE_S
-from torchext.launch.queue.types import Part, PartKey, PartReport, PartState
+from torchext.launch.queue.types import Part, PartKey, PartReport, PartState, Request
 from torchext.scheduling import Cluster, Machine
 
 logger = logging.getLogger(__name__)
 
+# So many jobs of a queue wait in Slurm, too: Slurm bounds all that wait in it, for all (MaxJobCount, 10,000).
+NUM_HELD = 500
+_HELD_AT_ONCE = 5  # what is to start comes in between
 _LOOK_S = 1.0
 
 _BATCH = """\
@@ -87,12 +92,14 @@ class SlurmEngine:
         # These are guarded by the lock:
         self._lock = threading.Lock()
         self._open: set[Path] | None = None  # runs that are not over; None until the dispatcher has said it
-        self._starts: dict[Path, Part] = {}  # to be submitted
+        self._upcoming: dict[Path, Request] = {}  # runs that wait, and should wait in Slurm, too
+        self._starts: dict[Path, Part] = {}  # to be placed and released
         self._seen: dict[Path, slurm.SlurmJob | None] = {}  # of open runs with a number: what squeue shows
         # The daemon's thread alone:
         self._give_up_at: dict[PartKey, float] = {}  # parts whose job is over, with no word from themselves
         # The engine's thread alone:
         self._kill_at: dict[Path, float] = {}
+        self._not_held: set[Path] = set()  # runs that wait, but Slurm does not take them
         self._stopping = False
         self._wake = threading.Event()
         self._thread = threading.Thread(target=self._drive, name="torchext-slurm", daemon=True)
@@ -117,11 +124,15 @@ class SlurmEngine:
         self._wake.set()
         self._thread.join()
 
-    def keep(self, open_parts: Iterable[PartKey]) -> None:
-        """Says which parts may run; jobs of others are ended."""
+    def keep(self, open_parts: Iterable[PartKey], upcoming: Iterable[Request]) -> None:
+        """Says which parts may run, and which runs wait; jobs of others are ended."""
         runs = {self._run(key) for key in open_parts}
+        waiting = {self._run(request.key): request for request in upcoming}
         with self._lock:
             self._open = runs
+            if waiting.keys() - self._upcoming.keys():
+                self._wake.set()
+            self._upcoming = waiting
             for run in self._starts.keys() - runs:
                 del self._starts[run]
         for key in [key for key in self._give_up_at if self._run(key) not in runs]:
@@ -213,7 +224,9 @@ class SlurmEngine:
             self._wake.clear()
             try:
                 self._look_at_slurm()
-                self._submit_all()
+                self._release_all()
+                if self._hold_some():
+                    continue
             except (LaunchError, OSError) as error:
                 logger.warning("%s; trying again", error)
             self._wake.wait(_LOOK_S)
@@ -223,18 +236,25 @@ class SlurmEngine:
             if self._open is None:
                 return
             open_runs = set(self._open)  # before we ask Slurm: what opens later may not be in its answer
-        numbers = {run: _number(run) for run in open_runs}
+            waiting_runs = set(self._upcoming) - open_runs
+        numbers = {run: _number(run / "id") for run in open_runs}
+        waiting_runs |= {run for run, number in numbers.items() if number is None}
+        held = {run: _number(run / "held") for run in waiting_runs}
         jobs = [job for job in slurm.jobs() if job.comment.startswith(self._ours)]
         machines = slurm.machines()
         by_number = {job.id: job for job in jobs}
         with self._lock:
             self._machines = machines
             self._seen = {run: by_number.get(number) for run, number in numbers.items() if number is not None}
-        wanted = {number: run for run, number in numbers.items() if number is not None}
         for over in self._kill_at.keys() - open_runs:
             del self._kill_at[over]
+        for run, number in held.items():
+            if number is not None and (number not in by_number or by_number[number].over):
+                (run / "held").unlink()  # somebody has ended it; the run waits in another
+        wanted = {number: run for run, number in numbers.items() if number is not None}
+        may_wait = set(held.values())
         for job in jobs:
-            if job.over:
+            if job.over or job.id in may_wait:
                 continue
             if job.id in wanted:
                 self._follow_up(wanted[job.id], job)
@@ -249,7 +269,7 @@ class SlurmEngine:
         if any(ends) and job.state == "PENDING":
             slurm.cancel(job.id, only_waiting=True)
         elif job.held:
-            slurm.place_and_release(job.id, described["machines"])
+            slurm.release(job.id)
         elif all(ends):
             # Its tasks end their parts, kill them if they have to, and are the last to end; else they are broken.
             now = time.monotonic()
@@ -257,12 +277,13 @@ class SlurmEngine:
                 logger.warning("job %d of Slurm has not ended in its grace: cancelling it", job.id)
                 slurm.cancel(job.id)
 
-    def _submit_all(self) -> None:
+    def _release_all(self) -> None:
+        """Lets all jobs run that are to start."""
         with self._lock:
             starts = dict(self._starts)
         for run, part in starts.items():
             try:
-                self._submit(run, part)
+                self._release(run, part)
             except (slurm.SlurmError, ValueError) as error:  # ValueError: a name that the system cannot pass on
                 if isinstance(error, slurm.SlurmError) and error.passing:
                     raise
@@ -270,7 +291,7 @@ class SlurmEngine:
             with self._lock:
                 self._starts.pop(run, None)
 
-    def _submit(self, run: Path, part: Part) -> None:
+    def _release(self, run: Path, part: Part) -> None:
         run.mkdir(parents=True, exist_ok=True)
         described = {
             "machines": part.machines,
@@ -279,23 +300,67 @@ class SlurmEngine:
         }
         folders.write_whole(run / "run.json", json.dumps(described))
         _write_part(run, part)
-        node = self._machines[part.machines[0]]
-        gpus = len(part.slots) if self._has_gpus else 0
-        cpus = gpus * max(1, node.cpus // max(1, node.gpus)) if gpus else len(part.slots)
+        number = self._place_held(run, part)
+        if number is None:
+            number = self._hold(run, Request(part.key, part.python, part.env, len(part.machines), len(part.slots)))
+            slurm.place(number, part.machines)
+        folders.write_whole(run / "id", str(number))
+        slurm.release(number)
+
+    def _place_held(self, run: Path, part: Part) -> int | None:
+        """Places the job of Slurm that a run has waited in; None if there is none any more."""
+        number = _number(run / "held")
+        if number is None:
+            return None
+        try:
+            slurm.place(number, part.machines)
+        except slurm.SlurmError as error:
+            if error.passing:
+                raise
+            logger.info("job %d of Slurm is of no use any more (%s): submitting another", number, error)
+            return None
+        return number
+
+    def _hold_some(self) -> bool:
+        """Submits some of what waits; says whether there is more."""
+        with self._lock:
+            upcoming = dict(self._upcoming)
+        self._not_held &= upcoming.keys()
+        lacking = [run for run in upcoming if run not in self._not_held and not (run / "held").exists()]
+        for run in lacking[:_HELD_AT_ONCE]:
+            try:
+                self._hold(run, upcoming[run])
+            except (slurm.SlurmError, ValueError) as error:
+                if isinstance(error, slurm.SlurmError) and error.passing:
+                    raise
+                self._not_held.add(run)
+                logger.warning("job %d waits in the queue alone: %s", upcoming[run].key.job, error)
+        return len(lacking) > _HELD_AT_ONCE
+
+    def _hold(self, run: Path, request: Request) -> int:
+        """Submits a job of Slurm for a run, held; returns its number."""
+        run.mkdir(parents=True, exist_ok=True)
+        gpus = request.num_slots if self._has_gpus else 0
+        cpus = gpus * self._cpus_per_gpu() if gpus else request.num_slots
         script = run / "batch.sh"
-        python, folder = shlex.quote(part.python), shlex.quote(str(run))
+        python, folder = shlex.quote(request.python), shlex.quote(str(run))
         folders.write_whole(script, _BATCH.format(python=python, folder=folder, cpus=cpus))
         number = slurm.submit_held(
             script,
-            name=part.env["TORCHEXT_JOB"],
-            comment=f"{self._ours}{part.key.job}.{part.key.run}",
-            num_nodes=len(part.machines),
+            name=request.env["TORCHEXT_JOB"],
+            comment=f"{self._ours}{request.key.job}.{request.key.run}",
+            num_nodes=request.num_nodes,
             cpus_per_node=cpus,
             gpus_per_node=gpus,
-            env=part.env,
+            env=request.env,
         )
-        folders.write_whole(run / "id", str(number))
-        slurm.place_and_release(number, part.machines)
+        folders.write_whole(run / "held", str(number))
+        return number
+
+    def _cpus_per_gpu(self) -> int:
+        """How many CPUs go with a GPU wherever a run may be placed."""
+        nodes = [self._machines[name] for name in self.nodes if name in self._machines]
+        return min((max(1, node.cpus // max(1, node.gpus)) for node in nodes), default=1)
 
 
 class SlurmNode:
@@ -323,9 +388,9 @@ def _write_part(run: Path, part: Part) -> None:
     folders.write_whole(run / f"part-{part.key.node}.json", json.dumps({**part.to_dict(), "env": {}}))
 
 
-def _number(run: Path) -> int | None:
+def _number(path: Path) -> int | None:
     try:
-        return int((run / "id").read_text())
+        return int(path.read_text())
     except FileNotFoundError:
         return None
 

@@ -29,6 +29,9 @@ def main(run: Path) -> int:
     """Runs this node's part to its end."""
     stopped = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stopped.set())
+    if not (run / "id").exists():
+        sys.stderr.write("torchext: released, but not by the queue, which knows where this should run: giving up\n")
+        return 1
     described = read_json(run / "run.json")
     number = described["machines"].index(os.environ["SLURMD_NODENAME"])
     part = _wait_for_part(run, number, stopped)

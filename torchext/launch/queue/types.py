@@ -197,6 +197,25 @@ class Part:
         )
 
 
+@dataclass(frozen=True)
+class Request:
+    """What a run asks of a machine, as far as that is known before it is placed.
+
+    Args:
+        key: The first of its parts.
+        python: Interpreter.
+        env: Environment of all its parts, complete.
+        num_nodes: On how many machines.
+        num_slots: Slots on each.
+    """
+
+    key: PartKey
+    python: str
+    env: Mapping[str, str]
+    num_nodes: int
+    num_slots: int
+
+
 class PartState(str, enum.Enum):
     """What is seen of a part on its machine."""
 
