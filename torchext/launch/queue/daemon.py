@@ -43,14 +43,19 @@ _LONGEST_PATH = 107  # of a Unix socket
 
 def this_machine() -> tuple[Cluster, tuple[str, ...] | None]:
     """Makes a cluster of this machine: its GPUs, else a slot for each CPU; says, too, how the GPUs are called."""
-    import torch
-
     name = socket.gethostname() or "localhost"
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        devices = tuple(visible.split(",")) if visible else tuple(map(str, range(count)))
-        return Cluster((Machine(name, count),)), devices
+    try:
+        import torch
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        logger.warning("there is no torch here, which would know of GPUs: a slot for each CPU")
+    else:
+        if torch.cuda.is_available():
+            count = torch.cuda.device_count()
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            devices = tuple(visible.split(",")) if visible else tuple(map(str, range(count)))
+            return Cluster((Machine(name, count),)), devices
     return Cluster((Machine(name, len(os.sched_getaffinity(0))),)), None
 
 

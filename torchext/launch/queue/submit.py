@@ -9,9 +9,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch.distributed.run import parse_min_max_nnodes
-
-from torchext.launch import arguments
 from torchext.launch.errors import LaunchError
 from torchext.launch.queue.client import Client
 from torchext.launch.queue.types import Submission
@@ -27,6 +24,10 @@ def describe(words: Sequence[str]) -> Submission:
         LaunchError: It cannot work, or not in a queue.
         SystemExit: The options are not understood.
     """
+    from torch.distributed.run import parse_min_max_nnodes  # here: a daemon needs no torch
+
+    from torchext.launch import arguments
+
     words = [str(word) for word in words]
     args = arguments.parser().parse_args(words)
     arguments.check(args)

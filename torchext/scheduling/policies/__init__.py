@@ -1,14 +1,10 @@
-"""The classical policies, by name."""
+"""Policies by name; those that learn are imported when they are asked for, as they need torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
-from torchext.scheduling.dual.heuristic import SpeedLearner, by_machine_mean, by_rwgp
-from torchext.scheduling.dual.policy import Dual, PreemptiveDual
-from torchext.scheduling.dual.policy_file import load_policy
 from torchext.scheduling.placements import Rule
 from torchext.scheduling.policies.easy_backfill import EasyBackfill
 from torchext.scheduling.policies.fifo import FIFO
@@ -35,6 +31,19 @@ __all__ = [
     "make_policy",
 ]
 
+
+def _machine_mean() -> Policy:
+    from torchext.scheduling.dual.heuristic import SpeedLearner, by_machine_mean
+
+    return SpeedLearner(by_machine_mean)
+
+
+def _rwgp() -> Policy:
+    from torchext.scheduling.dual.heuristic import SpeedLearner, by_rwgp
+
+    return SpeedLearner(by_rwgp)
+
+
 # Decide by what has been seen; can run a real queue.
 POLICIES: Mapping[str, Callable[..., Policy]] = {
     "fifo": FIFO,
@@ -43,11 +52,11 @@ POLICIES: Mapping[str, Callable[..., Policy]] = {
     "qssf": QSSF,
     "las": LAS,
     "gavel": Gavel,
-    "machine-mean": partial(SpeedLearner, by_machine_mean),
-    "rwgp": partial(SpeedLearner, by_rwgp),
+    "machine-mean": _machine_mean,
+    "rwgp": _rwgp,
 }
 # Decide by trained agents.
-LEARNED = {"dual": Dual, "dual-preemptive": PreemptiveDual}
+LEARNED = ("dual", "dual-preemptive")
 # Choose machines by what they have learned, not by a rule.
 _OWN_PLACEMENT = ("machine-mean", "rwgp", *LEARNED)
 # Are told the true durations; for comparison only.
@@ -82,7 +91,10 @@ def make_policy(
     if placement is not None and name in _OWN_PLACEMENT:
         raise SchedulingError(f"policy {name!r} learns where jobs go; leave the placement out")
     if name in LEARNED:
-        return LEARNED[name](load_policy(policy_file), budget_s=budget_s)
+        from torchext.scheduling.dual.policy import Dual, PreemptiveDual
+        from torchext.scheduling.dual.policy_file import load_policy
+
+        return (Dual if name == "dual" else PreemptiveDual)(load_policy(policy_file), budget_s=budget_s)
     options = {} if placement is None else {"placement": placement}
     if name in POLICIES:
         return POLICIES[name](**options)
