@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import getpass
 import io
 import itertools
+import time
+from pathlib import Path
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -13,6 +16,7 @@ from torch.distributed.run import get_args_parser
 from torchext.launch import arguments
 from torchext.launch.durations import duration
 from torchext.launch.errors import LaunchError
+from torchext.launch.queue.submit import describe
 
 _OWN = {"grace", "queue", "name", "estimate", "deadline", "priority", "retries", "job_class", "max_price", "min_nodes"}
 
@@ -124,3 +128,41 @@ def test_what_can_work_is_let_through(tmp_path_factory: pytest.TempPathFactory) 
         ["--nproc-per-node=auto", str(script)],
     ):
         arguments.check(arguments.parser().parse_args(words))
+
+
+def test_options_for_a_queue_become_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    words = ["--nnodes", "2", "--nproc-per-node", "4", "--estimate", "40m", "--deadline", "2h", "--priority", "3"]
+    words += ["--grace", "60", "--retries", "2", "--class", "vision", "--min-nodes", "1", "--max-price", "2.5"]
+    before_s = time.time()
+    job = describe([*words, "--rdzv-conf", "a=1", "train.py", "--lr", "1"])
+    assert (job.name, job.user, job.cwd) == ("train", getpass.getuser(), str(tmp_path))
+    assert (job.num_nodes, job.nproc_per_node, job.min_nodes) == (2, 4, 1)
+    assert (job.estimate_s, job.grace_s, job.retries, job.priority) == (2400, 60, 2, 3)
+    assert (job.job_class, job.max_price_per_gpu_hour, job.rendezvous) == ("vision", 2.5, "a=1")
+    assert job.deadline_s is not None
+    assert before_s + 7200 <= job.deadline_s <= time.time() + 7200
+    assert job.command == ("train.py", "--lr", "1")
+    plain = describe(["--name", "mine", "train.py"])
+    assert (plain.name, plain.num_nodes, plain.nproc_per_node, plain.grace_s) == ("mine", 1, 1, 30)
+    assert (plain.estimate_s, plain.deadline_s, plain.min_nodes, plain.retries) == (None, None, None, 0)
+    assert describe(["--nproc-per-node", "gpu", "train.py"]).nproc_per_node is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian.py"], "there is no training script 'trian.py'"),
+        (["--nnodes", "1:2", "train.py"], "--nnodes must be one number with --queue, got '1:2'"),
+        (["--nnodes", "2", "--standalone", "train.py"], "--standalone is for one node"),
+        (["--nnodes", "2", "--min-nodes", "3", "train.py"], "--min-nodes must be from 1 to the 2 of --nnodes, got 3"),
+    ],
+)
+def test_what_no_queue_could_run_is_refused_at_submission(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LaunchError, match=message):
+        describe(words)

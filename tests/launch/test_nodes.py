@@ -103,12 +103,16 @@ def test_ranks_follow_the_order_of_the_nodes_and_name_the_logs(port: int, tmp_pa
 
 
 @pytest.mark.slow
-def test_torchrun_sorts_nodes_by_address(port: int) -> None:
-    with Program((*TORCHRUN, *_elastic(port, "2", address="127.0.0.2"))) as first:
+def test_torchrun_sorts_nodes_by_address_and_logs_by_local_rank(port: int, tmp_path: Path) -> None:
+    more = ("--tee", "3", "--log-dir", str(tmp_path))
+    with Program((*TORCHRUN, *_elastic(port, "2", *more, address="127.0.0.2"))) as first:
         _wait_for_listener(port)
-        with Program((*TORCHRUN, *_elastic(port, "2"))) as second:
-            first.wait_for("up 1/2")
-            second.wait_for("up 0/2")
+        with Program((*TORCHRUN, *_elastic(port, "2", *more))) as second:
+            first.wait_for(r"\[default0\]:up 1/2")  # no word of the job, the node or the rank
+            second.wait_for(r"\[default0\]:up 0/2")
+            assert first.wait() == second.wait() == 0
+    logs = sorted(tmp_path.glob("job_*/attempt_*/*/stdout.log"))
+    assert [log.parent.name for log in logs] == ["0", "0"]  # for ranks 0 and 1
 
 
 def test_nodes_join_and_leave_a_running_job(port: int) -> None:
