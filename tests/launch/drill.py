@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.launch.programs import Program, children
+from tests.launch.programs import TORCHLESS, Program, children
 from tests.launch.queues import Queue
 from torchext.launch.folders import read_json
 
@@ -78,7 +78,7 @@ class Drill:
             self._queue.wait_until(lambda: self._processes() <= others, 30)
 
     def _join(self, name: str) -> None:
-        words = [sys.executable, "-m", "torchext", "node", "join", str(self._queue.folder), "--name", name]
+        words = [*TORCHLESS, "node", "join", str(self._queue.folder), "--name", name]
         program = Program([*words, "--folder", str(self._folder / name)], environment=self._environment)
         self._agents[name] = self._stack.enter_context(program)
 

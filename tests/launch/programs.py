@@ -19,6 +19,12 @@ from tests import leaks
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 TORCHEXT = (sys.executable, "-m", "torchext", "run")
+# For `torchext queue` and `torchext node`, in a process without torch: they need none, and its import takes long.
+TORCHLESS = (
+    sys.executable,
+    "-c",
+    "import sys, tests.replication.no_torch\nfrom torchext.cli import main\nsys.exit(main(sys.argv[1:]))",
+)
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
 _MARKER = "TORCHEXT_TEST_PROGRAM"

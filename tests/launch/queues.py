@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.launch.programs import Program
+from tests.launch.programs import TORCHLESS, Program
 from tests.launch.slurm import Slurm
 from torchext.launch.folders import read_json
 from torchext.launch.queue.client import Client
@@ -42,9 +41,7 @@ class Queue:
         self._environment = environment
         self._words = [
             *prefix,
-            sys.executable,
-            "-m",
-            "torchext",
+            *TORCHLESS,
             "queue",
             "start",
             "--folder",

@@ -7,13 +7,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.launch.programs import WORKER, Program, children
+from tests.launch.programs import TORCHLESS, WORKER, Program, children
 from tests.launch.queues import Queue
 from torchext.launch.errors import LaunchError
 from torchext.launch.folders import read_json
@@ -32,7 +31,7 @@ def _agent(
     environment: Mapping[str, str] | None = None,
     prefix: Sequence[str] = (),
 ) -> Program:
-    join = [sys.executable, "-m", "torchext", "node", "join", url or str(queue.folder)]
+    join = [*TORCHLESS, "node", "join", url or str(queue.folder)]
     return Program([*prefix, *join, "--name", name, "--folder", str(folder)], environment=environment)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.launch.drill import Drill
 from tests.launch.programs import TORCHEXT, WORKER, Program
-from tests.launch.queues import Queue
+from tests.launch.queues import Engine
 from torchext.launch.queue import recorded
 from torchext.scheduling import Cluster, make_policy, simulate
 
@@ -43,9 +43,9 @@ def test_twenty_jobs_of_two_processes_at_a_time() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(390)
 @pytest.mark.parametrize("policy", ["fifo", "qssf"])
-def test_a_queue_ends_in_the_order_that_the_simulator_predicts(policy: str, tmp_path: Path) -> None:
+def test_a_queue_ends_in_the_order_that_the_simulator_predicts(policy: str, engine: Engine, tmp_path: Path) -> None:
     cluster = Cluster.uniform(4, 1)
-    with Queue(tmp_path / "q", "4x1", ("--policy", policy)) as queue:
+    with engine.queue(tmp_path / "q", "4x1", "--policy", policy) as queue:
         for number in range(30):
             steps = (2, 9, 4, 7, 12)[number % 5]
             queue.submit("--name", f"job{number}", "--estimate", f"{steps}s", _TRAIN, str(steps), "1", "-1")

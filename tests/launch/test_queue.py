@@ -82,8 +82,22 @@ def test_jobs_are_submitted_run_and_told_about(
             client.call("cancel", job=3)
         status, _, err = _queue(capsys, queue, "cancel", "3")
         assert (status, err) == (1, "torchext queue cancel: job 3 has ended already: cancelled\n")
+        assert _queue(capsys, queue, "drain", "node0")[0] == 0
         go.touch()
         queue.wait_for_state(blocked, "done")
+        assert _queue(capsys, queue, "requeue", str(blocked))[0] == 0
+        _, out, _ = _queue(capsys, queue, "top", "--once")
+        assert "drained" in out
+        assert "waiting" in out
+        assert queue.job(blocked)["num_runs"] == 1
+        assert _queue(capsys, queue, "undrain", "node0")[0] == 0
+        queue.wait_until(lambda: queue.job(blocked)["num_runs"] == 2)
+        status, out, _ = _queue(capsys, queue, "logs", "-f", str(blocked))  # to its end
+        assert (status, queue.job(blocked)["state"]) == (0, "done")
+        assert out.count("up 0/2") == out.count("up 1/2") == 1
+        assert _queue(capsys, queue, "logs", "--run", "1", str(blocked))[1] == queue.log(blocked, 1)
+        status, _, err = _queue(capsys, queue, "logs", "--run", "3", str(blocked))
+        assert (status, err) == (1, "torchext queue logs: job 2 has no run 3, only 2\n")
         status, _, _ = _queue(capsys, queue, "stop")
         assert (status, queue.daemon.wait()) == (0, 0)
         status, _, err = _queue(capsys, queue, "ls")

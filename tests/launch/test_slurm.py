@@ -32,7 +32,7 @@ def slurm(own_slurm: emulated.Slurm) -> Iterator[emulated.Slurm]:
     own_slurm.wait_until_idle()
 
 
-def test_jobs_wait_in_slurm_held_and_run_where_the_queue_says(slurm: emulated.Slurm, tmp_path: Path) -> None:
+def test_jobs_wait_in_slurm_held_and_run_where_and_when_the_queue_says(slurm: emulated.Slurm, tmp_path: Path) -> None:
     go = tmp_path / "go"
 
     def listed() -> list[str]:
@@ -51,7 +51,7 @@ def test_jobs_wait_in_slurm_held_and_run_where_the_queue_says(slurm: emulated.Sl
 
     with Engine(slurm).queue(tmp_path / "q", "2x1") as queue:
         queue.client.call("drain", machine="node0")
-        steps = ("show", "SLURMD_NODENAME", "show", "SLURM_JOB_ID", "save", "0", "say", "ready", "wait", str(go))
+        steps = ("show", "SLURMD_NODENAME", "show", "SLURM_JOB_ID", "save", "1", "say", "ready", "wait", str(go))
         job = queue.submit("--name", "mine", "--grace", "9", WORKER, *steps)
         queue.wait_for_log(job, "ready")
         assert "SLURMD_NODENAME=node1" in queue.log(job)
@@ -67,16 +67,22 @@ def test_jobs_wait_in_slurm_held_and_run_where_the_queue_says(slurm: emulated.Sl
         third = wait_until_held(first, second)
         queue.kill()
         queue.start()
-        queue.client.call("requeue", job=job)  # the older of the two, so it is the next again
+        # The older of the two is the next again, each time.
+        queue.client.call("requeue", job=job)
         queue.wait_for_log(job, "ready", run=2)
-        assert "rank 0 saved" in queue.log(job, run=1)
+        slurm.call("scancel", slurm.call("squeue", "--noheader", "--name=mine", "--format=%i").strip())
+        queue.wait_for_log(job, "ready", run=3)
+        for run in (1, 2):
+            assert queue.log(job, run).count("rank 0 saved") == 1
         assert wait_until_held() == third
         go.touch()
         for each in (job, later):
             queue.wait_for_state(each, "done")
         assert "SLURMD_NODENAME=node1" in queue.log(later)
         assert f"SLURM_JOB_ID={third}\n" in queue.log(later)
-        assert [queue.job(each)["num_runs"] for each in (job, later, never)] == [2, 1, 0]
+        assert [queue.job(each)["num_runs"] for each in (job, later, never)] == [3, 1, 0]
+        outcomes = [run["outcome"] for run in queue.job(job)["runs"]]
+        assert outcomes == ["requeued", "killed from outside (status 143); requeued", "done"]
 
 
 def test_the_cluster_is_that_of_slurm_unless_said_otherwise(slurm: emulated.Slurm, tmp_path: Path) -> None:
@@ -112,22 +118,6 @@ def test_a_job_whose_node_goes_down_saves_and_starts_elsewhere(slurm: emulated.S
         finally:
             slurm.start_node(first)
         assert queue.job(job)["num_runs"] == 2
-
-
-def test_what_is_cancelled_behind_the_back_of_the_queue_has_its_grace_and_runs_again(
-    slurm: emulated.Slurm, tmp_path: Path
-) -> None:
-    go = tmp_path / "go"
-    with Engine(slurm).queue(tmp_path / "q", "1x1") as queue:
-        job = queue.submit("--grace", "20", WORKER, "save", "1", "say", "ready", "wait", str(go))
-        queue.wait_for_log(job, "ready")
-        slurm.call("scancel", slurm.call("squeue", "--noheader", "--format=%i").strip())
-        queue.wait_for_log(job, "ready", run=2)
-        assert queue.log(job, run=1).count("rank 0 saved") == 1
-        go.touch()
-        queue.wait_for_state(job, "done")
-        outcomes = [run["outcome"] for run in queue.job(job)["runs"]]
-        assert outcomes == ["killed from outside (status 143); requeued", "done"]
 
 
 def test_a_job_that_waits_in_slurm_for_others_can_be_cancelled(slurm: emulated.Slurm, tmp_path: Path) -> None:
