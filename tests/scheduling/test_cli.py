@@ -106,7 +106,7 @@ def test_a_plot_is_written(trace: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_synthetic_world_is_the_one_of_its_seed(capsys: pytest.CaptureFixture[str]) -> None:
     trace = Path(__file__).parents[2] / "examples" / "data" / "philly_2017-10-09.csv"
-    words = ("--trace", trace, "--cluster", "synthetic:15", "--world", "synthetic", "--to", "2017-10-09 06:00")
+    words = ("--trace", trace, "--cluster", "synthetic:15", "--world", "synthetic", "--to", "2017-10-09 02:00")
     _, out, err = _run(capsys, *words, "--policy", "qssf,machine-mean,rwgp", "--json")
     assert err == ""
     mean_s = {name: summary["jct_s"]["mean"] for name, summary in json.loads(out).items()}
