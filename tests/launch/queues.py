@@ -101,7 +101,7 @@ class Queue:
     def log(self, number: int, run: int = 1, node: int = 0) -> str:
         return b"".join(self.client.log(number, run=run, node=node)).decode()
 
-    def wait_until(self, condition: Callable[[], object], timeout_s: float = 90.0) -> None:
+    def wait_until(self, condition: Callable[[], object], timeout_s: float = 150.0) -> None:
         """Asks again and again until the condition holds."""
         deadline = time.monotonic() + timeout_s
         while not condition():

@@ -291,9 +291,13 @@ class Scheduler:
         lanes, blocked, state = self._lanes, self._blocked, self.state
         place, preemptive = self.policy.place, self.policy.preemptive
         starts: list[Start] = []
-        ready = [key for key in lanes if key not in blocked]
+        if preemptive:
+            ready = [key for key in lanes if key not in blocked]
+        else:  # a shape begins with its number of GPUs: what is more than are free need not be tried
+            num_free = state.num_free
+            ready = [key for key in lanes if key[0] <= num_free and key not in blocked]
         while ready:
-            entry = min([lanes[key][0] for key in ready])
+            entry = min([lanes[key][0] for key in ready]) if len(ready) > 1 else lanes[ready[0]][0]
             _, score, _, _, job = entry
             key = job.shape
             placement = place(job, state) if score < math.inf else None

@@ -389,7 +389,8 @@ class _Simulation:
     def _record(self, running: Running, index: int, outcome: str) -> None:
         """Notes that a run ends now."""
         self.num_events += 1
-        self._observe(running, index)
+        if self._observer is not None:
+            self._observe(running, index)
         self._end_s[index] = self._step_s[index] = math.inf
         self.runs.append(Run(index, running.placement, running.start_s, self._state.now_s, outcome))
         if self._contended:
@@ -410,8 +411,8 @@ class _Simulation:
             raise SchedulingError(f"the world gave job {running.job.id!r} the speed {speed}; it must be above 0")
         if speed == running.speed:
             return
-        self._observe(running, index)
         if self._observer is not None:
+            self._observe(running, index)
             self._crowding[index] = self._state.crowding(running.placement)
         if now_s > running.mark_s:
             running.progress_s = running.progress(now_s)
@@ -423,8 +424,9 @@ class _Simulation:
 
     def _observe(self, running: Running, index: int) -> None:
         """Tells the policy how fast a job has run since its speed changed last."""
+        assert self._observer is not None
         now_s = self._state.now_s
-        if self._observer is not None and running.speed and now_s - running.mark_s >= _MEASURABLE_S:
+        if running.speed and now_s - running.mark_s >= _MEASURABLE_S:
             crowding = self._crowding[index]
             self._observer.observed(
                 Observation(running.job, running.placement, running.speed, crowding, running.mark_s, now_s)

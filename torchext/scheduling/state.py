@@ -69,6 +69,7 @@ class ClusterState:
         self.now_s = 0.0
         self.free = [machine.num_gpus for machine in cluster.machines]
         self.num_free = sum(self.free)
+        self._total = self.free.copy()
         self.running: dict[str, Running] = {}
         self.of_type: dict[str, int] = {}
         self.sizes = sorted(set(self.free), reverse=True)
@@ -248,7 +249,7 @@ class ClusterState:
         """Adds to the free GPUs of a machine."""
         before = self.free[machine]
         after = self.free[machine] = before + num_gpus
-        assert 0 <= after <= self.cluster.machines[machine].num_gpus
+        assert 0 <= after <= self._total[machine]
         bit = self._bits[machine]
         if not self._closed & bit:
             self._with_free[before] ^= bit
