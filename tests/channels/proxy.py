@@ -12,10 +12,10 @@ from collections.abc import Iterator
 class Proxy:
     """Forwards connections to ``target``, and cuts each after the next number of bytes carried towards it."""
 
-    def __init__(self, target: str, cuts: Iterator[int], host: str) -> None:
+    def __init__(self, target: str, cuts: Iterator[int], host: str, port: int = 0) -> None:
         self._target = target
         self._cuts = cuts
-        self._listener = socket.create_server((host, 0))
+        self._listener = socket.create_server((host, port))
         self.address = "{}:{}".format(*self._listener.getsockname())
         self.num_cuts = 0
         self._lock = threading.Lock()

@@ -483,8 +483,10 @@ def test_an_unrelated_process_connects_by_name(runtime: Path) -> None:
         with pytest.raises(ChannelError, match="'rollouts' is taken"):
             Channel(name="rollouts")
         command = [sys.executable, "-c", UNRELATED, "rollouts"]
-        assert subprocess.run(command, cwd=ROOT, timeout=DEADLINE_S, check=True).returncode == 0
-        assert channel.receive(DEADLINE_S) == {"policy": "creator"}
+        for _ in range(2):
+            # python/cpython#104291: the end of a stranger, by its resource tracker, took the memory from all others.
+            assert subprocess.run(command, cwd=ROOT, timeout=DEADLINE_S, check=True).returncode == 0
+            assert channel.receive(DEADLINE_S) == {"policy": "creator"}
     assert list(runtime.iterdir()) == []
     with pytest.raises(ChannelTimeout, match="no process of this user serves the channel 'rollouts'"):
         connect("rollouts", timeout=0)
