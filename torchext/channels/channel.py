@@ -186,12 +186,9 @@ class Channel:
 
     def _next(self, timeout: float | timedelta | None) -> tuple[Any, int, Any, list[int] | None, Any]:
         """The next message or batch, as csrc/channels/bindings.cpp gives it."""
-        from torchext._native import channels as native
-
         limit_s = float("inf") if timeout is None else sharing.seconds(timeout)
-        lease, self._lease = self._lease, None
-        if lease is not None:
-            native.release(lease)
+        if self._lease is not None:
+            self._end_views()
         receiver = self._receiver
         if receiver is None or self._queue.forked:
             receiver = self._join()
@@ -201,6 +198,14 @@ class Channel:
         if self._ends_views:
             self._lease = got[4]
         return got
+
+    def _end_views(self) -> None:
+        """Of the message before, which another thread may be doing as well."""
+        from torchext._native import channels as native  # here alone: an import costs as much as half a message
+
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            native.release(lease)
 
     def _join(self) -> native.Endpoint:
         from torchext._native import channels as native
