@@ -40,10 +40,11 @@ from torchext.channels import (
     Sender,
     WeightBroadcast,
     broker,
+    carriers,
     join,
-    remote,
     wire,
 )
+from torchext.channels.link import Link
 from torchext.channels.trees import stack
 
 ROOT = Path(__file__).parents[2]
@@ -161,15 +162,15 @@ def test_what_a_superseded_connection_holds_is_left_to_the_new_one() -> None:
 
 
 def test_closing_at_the_moment_when_the_connection_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    greet, waiting = remote._Link._greet, []
+    greet, waiting = Link._greet, []
 
-    def greet_late(link: remote._Link, words: dict[str, Any]) -> Any:
+    def greet_late(link: Link, words: dict[str, Any]) -> Any:
         if words.get("resumes"):
             waiting.append(link)
             assert link.closing.wait(DEADLINE_S)
         return greet(link, words)
 
-    monkeypatch.setattr(remote._Link, "_greet", greet_late)
+    monkeypatch.setattr(Link, "_greet", greet_late)
     with (
         Channel(slots=1) as channel,
         WeightBroadcast({"w": torch.zeros(1)}) as weights,
@@ -189,7 +190,7 @@ def test_closing_at_the_moment_when_the_connection_is_found_again(monkeypatch: p
 
 
 def test_a_learner_may_be_busy_for_longer_than_silence_is_borne(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (broker, remote):
+    for module in (broker, carriers):
         monkeypatch.setattr(module, "SILENT_S", 1.0)
     with Channel(slots=1) as channel, served(channel) as server, join(server.address, token=TOKEN) as site:
         sender = site.channel("rollouts").sender()
