@@ -1,17 +1,19 @@
 """Time messages from explorers to a learner over torchext.channels and its peers, interleaved in the same run.
 
     python tests/benchmarks/channels.py [--sizes 1024 65536] [--explorers 1 4] [--rounds 5] [--copy]
-    python tests/benchmarks/channels.py --weights | --rate | --overlap | --machines
+    python tests/benchmarks/channels.py --weights | --rate | --overlap | --machines | --ends
 
 The dummy algorithm of XingTian's paper: each explorer sends ``--messages`` messages of one tensor as fast as it can;
 time runs from the first send to the last receive. CPU time is that of all processes meanwhile, in microseconds per
 message: what stays comparable on a busy machine. The table gives medians over the rounds and the ratio to torchext.
-With --copy the learner copies each message into a batch of its own. With --weights: one publisher, four receivers, from
-the call of publish to the last load, against a queue for each receiver.
+With --copy the learner copies each message into a batch of its own. The first line of each table is a bare copy of as
+many messages, by one process, into memory that is there but in no cache. With --weights: one publisher, four
+receivers, from the call of publish to the last load, against a queue for each receiver.
 
 With --rate: messages per second of 1 KiB, over 100,000 of them. With --overlap: the time of a learner's step that
 computes while explorers make and send its next batch, against the longer of computing alone and communicating alone.
-With --machines: between two brokers over the loopback interface, against ZeroMQ over TCP.
+With --machines: between two brokers over the loopback interface, against ZeroMQ over TCP. With --ends: after how long
+others hear of a killed process, and processes end that are told to, with full channels.
 
 Peers, each left out with a word if it is not installed: torch.multiprocessing.Queue; DataLoader workers; ZeroMQ (PUSH
 and PULL over ipc, without copies where it can); Ray (results of actor tasks, and compiled graphs, of which only the
@@ -23,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import multiprocessing
 import os
 import pickle
@@ -42,7 +45,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import torchext
-from torchext.channels import Channel, WeightBroadcast
+from torchext.channels import Channel, ChannelClosed, PeerDied, WeightBroadcast
 
 SIZES = [1 << 10, 64 << 10, 1 << 20, 16 << 20, 64 << 20]
 WARM_UP = 32  # messages of each explorer, not timed: memory is touched for the first time
@@ -101,11 +104,12 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def explore(connect: Any, send: Any, size: int, count: int, start: Any, end: Any, results: Any) -> None:
+def explore(connect: Any, send: Any, size: int, count: int, ready: Any, start: Any, end: Any, results: Any) -> None:
     os.setsid()
     link, message = connect(), {"x": torch.zeros(size, dtype=torch.uint8)}
     for _ in range(WARM_UP):
         send(link, message)
+    ready.wait()
     start.wait()
     cpu, first = cpu_s(), time.monotonic()
     for _ in range(count):
@@ -117,14 +121,14 @@ def explore(connect: Any, send: Any, size: int, count: int, start: Any, end: Any
     os._exit(0)
 
 
-def learn(receive: Any, warm_up: int, size: int, copies: bool, start: Any, end: Any, results: Any) -> None:
+def learn(receive: Any, warm_up: int, size: int, copies: bool, ready: Any, end: Any, results: Any) -> None:
     os.setsid()
     batch = torch.zeros(8, size, dtype=torch.uint8)
     messages = receive(None)
     for _ in range(warm_up):
         batch[0] = next(messages)
-    start.wait()
     cpu = cpu_s()
+    ready.set()  # it waits for messages when they come, as learners do
     for i, x in enumerate(messages):
         if copies:
             batch[i % 8] = x
@@ -144,12 +148,13 @@ Round = tuple[float, float]  # seconds, CPU seconds
 def run_link(make: Callable[[int], Link], size: int, explorers: int, options: argparse.Namespace) -> Round:
     count = options.messages
     connect, send, receive = make(explorers * (count + WARM_UP))
-    start, end = FORK.Barrier(explorers + 1), FORK.Barrier(explorers + 1)
+    ready, start, end = FORK.Event(), FORK.Barrier(explorers), FORK.Barrier(explorers + 1)
     results = FORK.Queue()
-    learner = (receive, explorers * WARM_UP, size, options.copy, start, end, results)
+    learner = (receive, explorers * WARM_UP, size, options.copy, ready, end, results)
     processes = [FORK.Process(target=learn, args=learner)]
     processes += [
-        FORK.Process(target=explore, args=(connect, send, size, count, start, end, results)) for _ in range(explorers)
+        FORK.Process(target=explore, args=(connect, send, size, count, ready, start, end, results))
+        for _ in range(explorers)
     ]
     for process in processes:
         process.start()
@@ -224,10 +229,17 @@ def run_ray(size: int, explorers: int, options: argparse.Namespace) -> Round:
     before = sum(ray.get([actor.cpu_s.remote() for actor in actors])) + cpu_s()
     batch = torch.zeros(8, size, dtype=torch.uint8)
     first = time.monotonic()
-    pending = [actor.make.remote() for actor in actors for _ in range(options.messages)]
+    # As many under way as its store has room for, or it would write them to the disk.
+    under_way = max(2, min(options.messages, (1 << 30) // (size * explorers)))
+    pending = {actor.make.remote(): actor for actor in actors for _ in range(under_way)}
+    left = dict.fromkeys(actors, options.messages - under_way)
     i = 0
     while pending:
-        done, pending = ray.wait(pending)
+        done, _ = ray.wait(list(pending))
+        actor = pending.pop(done[0])
+        if left[actor] > 0:
+            left[actor] -= 1
+            pending[actor.make.remote()] = actor
         message = ray.get(done[0])
         if options.copy:
             batch[i % 8] = torch.from_numpy(message["x"].copy())
@@ -238,6 +250,17 @@ def run_ray(size: int, explorers: int, options: argparse.Namespace) -> Round:
     for actor in actors:
         ray.kill(actor)
     return last - first, after - before  # without what Ray's own daemons spend
+
+
+def copy_s(size: int, count: int) -> float:
+    """Seconds for so many copies of a message into memory that is there, and no longer in any cache."""
+    message = torch.zeros(size, dtype=torch.uint8)
+    cold = torch.ones(max(count, (512 << 20) // size), size, dtype=torch.uint8)
+    source, to = message.data_ptr(), cold.data_ptr()
+    start = time.monotonic()
+    for i in range(count):
+        ctypes.memmove(to + i * size, source, size)
+    return time.monotonic() - start
 
 
 def run_ray_graph(size: int, explorers: int, options: argparse.Namespace) -> Round:
@@ -448,6 +471,75 @@ def publish_weights(options: argparse.Namespace) -> None:
         print(f"6.7 MB to 4 receivers, {name}: median {statistics.median(values):.1f} ms, least {min(values):.1f} ms")
 
 
+def measure_ends(options: argparse.Namespace) -> None:
+    """How soon a death is heard of, and how soon all have ended."""
+
+    def waits(channel: Channel, told: Any, sends: bool) -> None:
+        os.setsid()
+        sender = channel.sender("explorer")
+        told.put("here")
+        try:
+            while True:
+                sender.send(torch.zeros(1000)) if sends else time.sleep(1)
+        except PeerDied:
+            told.put(time.monotonic())
+        except ChannelClosed:
+            told.put(time.monotonic())
+        told.close()
+        told.join_thread()
+        os._exit(0)
+
+    def receives_one(channel: Channel, told: Any) -> None:
+        os.setsid()
+        channel.receive()
+        told.put("received")
+        time.sleep(60)
+
+    times: dict[str, list[float]] = {}
+    for _ in range(options.rounds):
+        # A killed process may leave a queue of multiprocessing locked: each has its own.
+        told, of_learner = FORK.Queue(), FORK.Queue()
+        with Channel(slots=2) as channel:  # a killed explorer, as the learner hears of it
+            explorer = FORK.Process(target=waits, args=(channel, told, False))
+            explorer.start()
+            told.get(timeout=60)
+            start = time.monotonic()
+            explorer.kill()
+            with contextlib.suppress(PeerDied):
+                channel.receive(60)
+            times.setdefault("a killed explorer is heard of", []).append(time.monotonic() - start)
+            explorer.join()
+        told = FORK.Queue()
+        with Channel(slots=2) as channel:  # a killed learner, as its explorers hear of it
+            learner = FORK.Process(target=receives_one, args=(channel, of_learner))
+            learner.start()
+            explorers = [FORK.Process(target=waits, args=(channel, told, True)) for _ in range(4)]
+            for explorer in explorers:
+                explorer.start()
+            for queue in (told, told, told, told, of_learner):
+                queue.get(timeout=60)
+            start = time.monotonic()
+            learner.kill()
+            heard = max(told.get(timeout=60) for _ in range(4)) - start
+            times.setdefault("a killed learner is heard of by four explorers", []).append(heard)
+            for process in (learner, *explorers):
+                process.join()
+        with Channel(slots=2) as channel:  # explorers that wait for room end with the channel
+            explorers = [FORK.Process(target=waits, args=(channel, told, True)) for _ in range(4)]
+            for explorer in explorers:
+                explorer.start()
+            for _ in range(4):
+                told.get(timeout=60)
+            channel.receive(60)
+            start = time.monotonic()
+            channel.close()
+            for explorer in explorers:
+                explorer.join()
+            times.setdefault("four explorers at a full channel end with it", []).append(time.monotonic() - start)
+    for name, values in times.items():
+        print(f"{name}: median {1e3 * statistics.median(values):.0f} ms, most {1e3 * max(values):.0f} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes")
@@ -460,6 +552,7 @@ def main() -> None:
     only.add_argument("--rate", action="store_true", help="only that of small messages")
     only.add_argument("--overlap", action="store_true", help="only that of communication and computation")
     only.add_argument("--machines", action="store_true", help="only between brokers")
+    only.add_argument("--ends", action="store_true", help="only how processes end")
     options = parser.parse_args()
     with contextlib.suppress(OSError):  # a leader of its group is one already
         os.setsid()
@@ -471,6 +564,7 @@ def main() -> None:
         (options.rate, measure_rate),
         (options.overlap, measure_overlap),
         (options.machines, measure_machines),
+        (options.ends, measure_ends),
     ):
         if asked:
             measure(options)
@@ -500,9 +594,14 @@ def main() -> None:
                 for name, contend in contenders.items():
                     rounds[name].append(contend(size, explorers, options))
             count = explorers * options.messages
+            bare_s = statistics.median(copy_s(size, min(count, (1 << 30) // size)) for _ in range(options.rounds))
+            bare_s *= count / min(count, (1 << 30) // size)
             medians = {name: tuple(map(statistics.median, zip(*rows, strict=True))) for name, rows in rounds.items()}
             ours_s, ours_cpu = medians["torchext"]
             print(f"\n{size} B, {explorers} explorers, {count} messages" + (", copied" if options.copy else ""))
+            share = f"{100 * bare_s / ours_s:.0f} % of it by torchext"
+            rate = f"{count * size / bare_s / 1e6:10.0f} MB/s {1e6 * bare_s / count:10.1f} us"
+            print(f"  {'bare copy':<12}{rate}   {share}")
             for name, (seconds, cpu) in medians.items():
                 rate = f"{count * size / seconds / 1e6:10.0f} MB/s {1e6 * seconds / count:10.1f} us"
                 ratios = f"time {seconds / ours_s:6.1f}x, CPU {cpu / max(ours_cpu, 1e-9):6.1f}x"

@@ -1,13 +1,16 @@
-"""Train IMPALA on CartPole by the loop of examples/impala.py over several transports, and by RLlib, interleaved.
+"""Train by the loops of examples/impala.py and ppo.py over several transports, and by RLlib, interleaved in one run.
 
-    python tests/benchmarks/impala.py [--explorers 2] [--envs 16] [--seconds 10] [--rounds 3] [--rllib]
+    python tests/benchmarks/rl.py [--algorithm ppo] [--env ALE/Breakout-v5] [--seconds 10] [--rounds 3] [--rllib]
 
 The explorers, the policy and the learner's step are the same for the first three, so that what differs is how rollouts
 and weights travel: torchext's channels (rows of the learner's batch; weights in shared memory), a queue of
 torch.multiprocessing for each direction, and Ray (actors whose tasks return rollouts, weights by ray.put). What RLlib
-differs by is mostly what it does around it. Prints steps per second and per second of CPU time of all processes,
-medians over the rounds: the latter is what stays comparable on a busy machine. CPU time of Ray's own daemons is not
-counted.
+differs by is mostly what it does around it; it has networks, batches and environments of the same sizes, and its steps
+are those that it has sampled. Prints steps per second and per second of CPU time of all processes, medians over the
+rounds: the latter is what stays comparable on a busy machine. CPU time of Ray's own daemons is not counted.
+
+The last columns split the CPU time of a step: playing and learning, and all the rest, which is the transport. By no
+transport can a loop be faster than by one that costs nothing: the bound is the sum against the first of them.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import math
 import multiprocessing
 import os
 import queue as queues
@@ -32,12 +36,14 @@ import torch
 from torchext.channels import Channel, ChannelClosed, ChannelLoader, WeightBroadcast
 
 FORK = multiprocessing.get_context("fork")
-Round = tuple[int, float, float]  # steps, seconds, CPU seconds
+LR = 7e-4
+EPOCHS, MINIBATCH = 6, 256  # of PPO
+Round = tuple[int, float, float, float]  # steps, seconds, CPU seconds, of these for playing and learning
 
 
-def example() -> Any:
-    path = Path(__file__).parents[2] / "examples" / "impala.py"
-    spec = importlib.util.spec_from_file_location("impala_example", path)
+def example(name: str) -> Any:
+    path = Path(__file__).parents[2] / "examples" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"{name}_example", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -50,9 +56,13 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def end_explorer(spent: Any, since: float | None) -> NoReturn:
-    """Ends a forked explorer; the queue gets the CPU time that it has spent since its first rollout."""
-    spent.put(cpu_s() - (since or 0.0))
+Spent = tuple[float, float]  # CPU seconds, of these for playing
+
+
+def end_explorer(spent: Any, now: Spent, since: Spent | None) -> NoReturn:
+    """Ends a forked explorer; the queue gets what it has spent since its first rollout."""
+    since = since or now
+    spent.put((now[0] - since[0], now[1] - since[1]))
     spent.close()
     spent.join_thread()
     os._exit(0)
@@ -63,31 +73,38 @@ class Player:
 
     def __init__(self, number: int, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
-        self.impala = example()
+        self.example = example(options.algorithm)
         self.options = options
-        self.policy = self.impala.Policy("CartPole-v1")
-        self.envs = [self.impala.make_env("CartPole-v1") for _ in range(options.envs)]
+        self.policy = self.example.Policy(options.env)
+        self.logits = self.policy.logits if options.algorithm == "impala" else self.policy.actor
+        self.envs = [example("impala").make_env(options.env) for _ in range(options.envs)]
         self.observations = np.stack([env.reset(seed=100 * number + i)[0] for i, env in enumerate(self.envs)])
+        self.playing_s = 0.0
+
+    def spent(self) -> Spent:
+        return cpu_s(), self.playing_s
 
     def spec(self) -> dict[str, torch.Tensor]:
         steps, envs = self.options.rollout, len(self.envs)
         return {
-            "observation": torch.empty(steps + 1, envs, self.observations.shape[1]),
+            "observation": torch.from_numpy(self.observations).expand(steps + 1, *self.observations.shape).clone(),
             "action": torch.empty(steps, envs, dtype=torch.int64),
             **{key: torch.empty(steps, envs) for key in ("log_prob", "reward", "ended")},
         }
 
     def play(self, rollout: dict[str, torch.Tensor]) -> None:
+        start = time.thread_time()
         with torch.no_grad():
             for t in range(self.options.rollout):
                 rollout["observation"][t] = torch.from_numpy(self.observations)
-                action, rollout["log_prob"][t] = self.impala.sample(self.policy.logits(rollout["observation"][t]))
+                action, rollout["log_prob"][t] = self.example.sample(self.logits(rollout["observation"][t]))
                 rollout["action"][t] = action
                 for i, (env, choice) in enumerate(zip(self.envs, action.tolist(), strict=True)):
                     observation, reward, terminated, truncated, _ = env.step(choice)
                     rollout["reward"][t, i], rollout["ended"][t, i] = float(reward), float(terminated or truncated)
                     self.observations[i] = env.reset()[0] if terminated or truncated else observation
             rollout["observation"][self.options.rollout] = torch.from_numpy(self.observations)
+        self.playing_s += time.thread_time() - start
 
 
 class Learner:
@@ -95,35 +112,45 @@ class Learner:
 
     def __init__(self, options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
-        self.impala = example()
-        self.policy = self.impala.Policy("CartPole-v1")
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=7e-4)
-        self.settings = argparse.Namespace(gamma=0.99, entropy=0.01)
+        self.example = example(options.algorithm)
+        self.policy = self.example.Policy(options.env)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=LR)
+        ppo = {"gae_lambda": 0.95, "epochs": EPOCHS, "minibatch": MINIBATCH, "clip": 0.2}
+        self.settings = argparse.Namespace(gamma=0.99, entropy=0.01, **ppo)
         self.options = options
         self.steps = 0
-        self.start = self.cpu = 0.0
+        self.start = self.cpu = self.learning_s = 0.0
 
     def learn(self, batch: dict[str, torch.Tensor]) -> bool:
         """False once the time is over. What comes first does not count."""
-        self.impala.update(self.policy, self.optimizer, batch, self.settings)
+        start = time.thread_time()
+        self.example.update(self.policy, self.optimizer, batch, self.settings)
         if self.start == 0.0:
             self.start, self.cpu = time.monotonic(), cpu_s()
         else:
             self.steps += batch["reward"].numel()
+            self.learning_s += time.thread_time() - start
         return time.monotonic() - self.start < self.options.seconds
 
-    def result(self, others_s: float) -> Round:
-        return self.steps, time.monotonic() - self.start, cpu_s() - self.cpu + others_s
+    def result(self) -> tuple[int, float, Spent]:
+        return self.steps, time.monotonic() - self.start, (cpu_s() - self.cpu, self.learning_s)
+
+
+def added(result: tuple[int, float, Spent], others: list[Spent]) -> Round:
+    steps, seconds, own = result
+    rows = [own, *others]
+    return steps, seconds, sum(row[0] for row in rows), sum(row[1] for row in rows)
 
 
 def run_torchext(options: argparse.Namespace) -> Round:
     learner = Learner(options)
     spent: Any = FORK.Queue()
-    with Channel(slots=4, num_senders=options.explorers) as channel, WeightBroadcast(learner.policy) as weights:
+    slots = 4 if options.algorithm == "impala" else 2
+    with Channel(slots=slots, num_senders=options.explorers) as channel, WeightBroadcast(learner.policy) as weights:
 
         def explore(number: int) -> None:
             os.setsid()
-            player, spec, cpu = Player(number, options), None, None
+            player, spec, since = Player(number, options), None, None
             with contextlib.suppress(ChannelClosed), channel.sender() as sender:
                 weights.wait()
                 while True:
@@ -131,8 +158,8 @@ def run_torchext(options: argparse.Namespace) -> Round:
                     spec = spec if spec is not None else player.spec()
                     with sender.reserve(spec, version=version) as rollout:
                         player.play(rollout)
-                    cpu = cpu if cpu is not None else cpu_s()
-            end_explorer(spent, cpu)
+                    since = since or player.spent()
+            end_explorer(spent, player.spent(), since)
 
         explorers = [FORK.Process(target=explore, args=(number,)) for number in range(options.explorers)]
         for explorer in explorers:
@@ -142,12 +169,12 @@ def run_torchext(options: argparse.Namespace) -> Round:
             if not learner.learn(batch):
                 break
             weights.publish()
-        result = learner.result(0.0)
+        result = learner.result()
         channel.close()
-        others_s = sum(spent.get(timeout=60) for _ in explorers)
+        others = [spent.get(timeout=60) for _ in explorers]
         for explorer in explorers:
             explorer.join()
-    return result[0], result[1], result[2] + others_s
+    return added(result, others)
 
 
 def run_queue(options: argparse.Namespace) -> Round:
@@ -159,7 +186,7 @@ def run_queue(options: argparse.Namespace) -> Round:
 
     def explore(number: int) -> None:
         os.setsid()
-        player, cpu = Player(number, options), None
+        player, since = Player(number, options), None
         player.policy.load_state_dict(weights[number].get())
         while not ended.is_set():
             with contextlib.suppress(queues.Empty):
@@ -169,8 +196,8 @@ def run_queue(options: argparse.Namespace) -> Round:
             player.play(rollout)
             with contextlib.suppress(queues.Full):
                 rollouts.put(rollout, timeout=1)
-            cpu = cpu if cpu is not None else cpu_s()
-        end_explorer(spent, cpu)
+            since = since or player.spent()
+        end_explorer(spent, player.spent(), since)
 
     explorers = [FORK.Process(target=explore, args=(number,)) for number in range(options.explorers)]
     for explorer in explorers:
@@ -182,12 +209,12 @@ def run_queue(options: argparse.Namespace) -> Round:
         parts = [rollouts.get(timeout=60) for _ in range(options.explorers)]
         if not learner.learn({key: torch.stack([part[key] for part in parts]) for key in parts[0]}):
             break
-    result = learner.result(0.0)
+    result = learner.result()
     ended.set()
-    others_s = sum(spent.get(timeout=60) for _ in explorers)
+    others = [spent.get(timeout=60) for _ in explorers]
     for explorer in explorers:
         explorer.join()
-    return result[0], result[1], result[2] + others_s
+    return added(result, others)
 
 
 def run_ray(options: argparse.Namespace) -> Round:
@@ -203,8 +230,8 @@ def run_ray(options: argparse.Namespace) -> Round:
             self.player.play(rollout)
             return {key: value.numpy() for key, value in rollout.items()}
 
-        def cpu_s(self) -> float:
-            return cpu_s()
+        def spent(self) -> Spent:
+            return self.player.spent()
 
     learner = Learner(options)
     actors = [ray.remote(Explorer).options(num_cpus=0).remote(number) for number in range(options.explorers)]
@@ -223,24 +250,27 @@ def run_ray(options: argparse.Namespace) -> Round:
         del parts
         goes_on = learner.learn(batch)
         if before is None:
-            before = sum(ray.get([actor.cpu_s.remote() for actor in actors]))
+            before = ray.get([actor.spent.remote() for actor in actors])
         if not goes_on:
             break
         state = put()
         for reference in done:
             actor = pending.pop(reference)
             pending[actor.play.remote(state)] = actor
-    result = learner.result(0.0)
-    others_s = sum(ray.get([actor.cpu_s.remote() for actor in actors])) - before
+    result = learner.result()
+    after = ray.get([actor.spent.remote() for actor in actors])
     for actor in actors:
         ray.kill(actor)
-    return result[0], result[1], result[2] + others_s
+    return added(result, [(b[0] - a[0], b[1] - a[1]) for a, b in zip(before, after, strict=True)])
 
 
 def run_rllib(options: argparse.Namespace) -> Round:
-    """Its own IMPALA, with as many environments; its processes' CPU time is that of the machine's Ray workers."""
+    """Its own algorithm, with as many environments; its processes' CPU time is that of the machine's Ray workers."""
+    import gymnasium
     import psutil
     from ray.rllib.algorithms.impala import IMPALAConfig
+    from ray.rllib.algorithms.ppo import PPOConfig
+    from ray.tune import register_env
 
     def workers_s() -> float:
         total = 0.0
@@ -249,9 +279,34 @@ def run_rllib(options: argparse.Namespace) -> Round:
                 total += process.info["cpu_times"].user + process.info["cpu_times"].system
         return total + cpu_s()
 
+    def make_env(_: Any) -> Any:
+        env = example("impala").make_env(options.env)
+        if len(env.observation_space.shape) != 3:
+            return env
+        # RLlib has the frames last, and numbers from 0 to 1, as its own wrappers make them.
+        frames = gymnasium.spaces.Box(0, 1, (80, 80, 4), np.float32)
+        return gymnasium.wrappers.TransformObservation(
+            env, lambda frame: np.asarray(frame).transpose(1, 2, 0).astype(np.float32) / 255, frames
+        )
+
+    register_env("of-the-example", make_env)
+    batch = options.rollout * options.envs * options.explorers
+    if options.algorithm == "impala":
+        config = IMPALAConfig().training(train_batch_size_per_learner=batch)
+    else:
+        config = PPOConfig().training(
+            train_batch_size_per_learner=batch, minibatch_size=min(MINIBATCH, batch), num_epochs=EPOCHS
+        )
+    if options.env.startswith("ALE/"):
+        model: dict[str, Any] = {
+            "conv_filters": [[16, 8, 4], [32, 4, 2]],
+            "conv_activation": "relu",
+            "head_fcnet_hiddens": [256],
+        }
+    else:
+        model = {"fcnet_hiddens": [64, 64], "fcnet_activation": "tanh", "vf_share_layers": False}
     config = (
-        IMPALAConfig()
-        .environment("CartPole-v1")
+        config.environment("of-the-example")
         .env_runners(
             num_env_runners=options.explorers,
             num_envs_per_env_runner=options.envs,
@@ -259,22 +314,26 @@ def run_rllib(options: argparse.Namespace) -> Round:
             num_cpus_per_env_runner=0,
         )
         .learners(num_learners=0)
-        .training(train_batch_size_per_learner=options.rollout * options.envs * options.explorers)
+        .training(lr=LR)
+        .rl_module(model_config=model)
+        .reporting(min_time_s_per_iteration=1)
     )
     algorithm = config.build_algo()
-    algorithm.train()
-    start, cpu, steps, before = time.monotonic(), workers_s(), 0, None
+    before, deadline = 0, time.monotonic() + 120
+    while before < 4 * batch and time.monotonic() < deadline:  # its start takes longest
+        before = algorithm.train()["num_env_steps_sampled_lifetime"]
+    start, cpu, steps = time.monotonic(), workers_s(), 0
     while time.monotonic() - start < options.seconds:
-        total = algorithm.train()["num_env_steps_sampled_lifetime"]
-        before = total if before is None else before
-        steps = total - before
-    result = steps, time.monotonic() - start, workers_s() - cpu
+        steps = algorithm.train()["num_env_steps_sampled_lifetime"] - before
+    result = int(steps), time.monotonic() - start, workers_s() - cpu, math.nan
     algorithm.stop()
-    return int(result[0]), result[1], result[2]
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algorithm", choices=["impala", "ppo"], default="impala")
+    parser.add_argument("--env", default="CartPole-v1", help="for IMPALA also of Atari: ALE/Breakout-v5")
     parser.add_argument("--explorers", type=int, default=2, help="processes")
     parser.add_argument("--envs", type=int, default=16, help="environments of each")
     parser.add_argument("--rollout", type=int, default=32, help="steps of each environment in a message")
@@ -299,15 +358,17 @@ def main() -> None:
     for _ in range(options.rounds):
         for name, contend in contenders.items():
             rounds[name].append(contend(options))
-    figures = {
-        name: (statistics.median(s / t for s, t, _ in rows), statistics.median(s / c for s, _, c in rows))
-        for name, rows in rounds.items()
-    }
+    print(f"{options.algorithm}, {options.env}, {options.explorers} explorers x {options.envs} environments")
+    figures = {}
+    for name, rows in rounds.items():
+        of_each = [(steps / s, steps / cpu, work / steps, cpu / steps) for steps, s, cpu, work in rows]
+        figures[name] = [statistics.median(values) for values in zip(*of_each, strict=True)]
     ours = figures["torchext"]
-    for name, (rate, per_cpu) in figures.items():
+    for name, (rate, per_cpu, work_s, all_s) in figures.items():
         print(
-            f"{name:<16}{rate:10,.0f} steps/s ({ours[0] / rate:.2f}x) {per_cpu:10,.0f} steps per CPU second "
+            f"{name:<16}{rate:10,.0f} steps/s ({ours[0] / rate:.2f}x) {per_cpu:10,.0f} per CPU second "
             f"({ours[1] / per_cpu:.2f}x)"
+            + ("" if math.isnan(work_s) else f"   {1e6 * work_s:.2f} + {1e6 * (all_s - work_s):.2f} us of CPU a step")
         )
 
 
