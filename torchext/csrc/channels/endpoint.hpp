@@ -20,6 +20,7 @@
 namespace torchext::channels {
 
 inline constexpr std::size_t kLargeCopy = 128 << 10;  // worth releasing the GIL for
+inline constexpr std::size_t kSmallCopy = 4 << 10;    // not worth taking the queue's lock twice for
 
 inline Nanoseconds deadline_in(double timeout_s) {
     constexpr double kForever = 1e9;  // seconds
@@ -196,7 +197,15 @@ public:
         Slot slot;
         PythonSleeper sleeper;
         const auto deadline = deadline_in(timeout_s);
-        auto status = begin(*member, encoded, tree, false, deadline, sleeper, slot);
+        const auto rows = queue.batch_rows();
+        encoded.encode(tree, rows > 1, false);
+        const auto bytes = plain_bytes(encoded);
+        if (rows <= 1 && bytes <= kSmallCopy) {
+            const auto write = [&](std::uint32_t slab) { fill(encoded, plain_slot(queue, {slab, 0, false}, encoded)); };
+            return outcome(queue.send(member->peer, bytes, encoded.header.size(), version, deadline, sleeper, known(), write),
+                           sleeper);
+        }
+        auto status = begin(*member, encoded, tree, rows, false, deadline, sleeper, slot);
         if (status != Status::ok) return outcome(status, sleeper);
         fill(encoded, slot);
         status = slot.ticket.batched
@@ -212,13 +221,15 @@ public:
         auto& encoded = scratch.encoded();
         Slot slot;
         PythonSleeper sleeper;
-        const auto status = begin(*member, encoded, spec, true, deadline_in(timeout_s), sleeper, slot);
+        const auto rows = member->queue->batch_rows();
+        encoded.encode(spec, rows > 1, true);
+        const auto status = begin(*member, encoded, spec, rows, true, deadline_in(timeout_s), sleeper, slot);
         if (status != Status::ok) return py::make_tuple(outcome(status, sleeper), py::none(), py::none());
         fill(encoded, slot);
         auto capsule = capsule_of(
             std::make_unique<Reservation>(member, slot.ticket, encoded.header.size(), version), kReservation);
-        const Rows rows{slot.rows, slot.ticket.row, 1, false};
-        auto views = decode(encoded.header.data(), encoded.header.size(), slot.data, rows, capsule);
+        const Rows row{slot.rows, slot.ticket.row, 1, false};
+        auto views = decode(encoded.header.data(), encoded.header.size(), slot.data, row, capsule);
         return py::make_tuple(0, views, capsule);
     }
 
@@ -367,11 +378,10 @@ private:
         return static_cast<int>(status);
     }
 
-    Status begin(Member& member, Encoded& encoded, py::handle tree, bool room_only, Nanoseconds deadline,
+    // `encoded`: the tree, as a row if `rows` are put together.
+    Status begin(Member& member, Encoded& encoded, py::handle tree, std::uint32_t rows, bool room_only, Nanoseconds deadline,
                  PythonSleeper& sleeper, Slot& slot) {
         auto& queue = *member.queue;
-        const auto rows = queue.batch_rows();
-        encoded.encode(tree, rows > 1, room_only);
         if (rows > 1 && encoded.stackable) {
             const auto data_bytes = encoded.data_bytes(rows);
             check_size(queue, Queue::header_offset(rows) + round_up(encoded.header.size(), kLine) + data_bytes);
@@ -401,7 +411,7 @@ private:
                        PythonSleeper& sleeper, Slot& slot) {
         auto& queue = *member.queue;
         if (encoded.as_row()) encoded.encode(tree, false, room_only);
-        const auto bytes = round_up(encoded.header.size(), kLine) + encoded.data_bytes(1);
+        const auto bytes = plain_bytes(encoded);
         check_size(queue, bytes);
         if (!room_only) {
             const auto status = queue.would_refuse();
@@ -410,9 +420,16 @@ private:
         const auto status = queue.begin(member.peer, bytes, deadline, sleeper, known(), slot.ticket);
         sleeper.wake();
         if (status != Status::ok) return status;
-        slot.header = queue.data(slot.ticket.slab);
-        slot.data = slot.header + round_up(encoded.header.size(), kLine);
+        slot = plain_slot(queue, slot.ticket, encoded);
         return status;
+    }
+
+    static std::size_t plain_bytes(const Encoded& encoded) {
+        return round_up(encoded.header.size(), kLine) + encoded.data_bytes(1);
+    }
+    static Slot plain_slot(const Queue& queue, const Ticket& ticket, const Encoded& encoded) {
+        auto* header = queue.data(ticket.slab);
+        return {ticket, 0, header, header + round_up(encoded.header.size(), kLine)};
     }
 
     static bool fits(const Queue& queue, const Encoded& encoded, std::uint32_t rows) {

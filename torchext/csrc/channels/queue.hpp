@@ -95,14 +95,7 @@ public:
         return wait(kSend, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
             if (unreachable()) return Status::closed;
             if (q().num_free == 0) return std::nullopt;
-            const auto i = free_[--q().num_free];
-            auto& slab = slabs_[i];
-            slab.owner = peer;
-            slab.rows = 0;
-            slab.bytes = bytes;
-            if (bytes > slab.touched) slab.touched = bytes;
-            slab.state.store(static_cast<std::uint32_t>(SlabState::writing), std::memory_order_release);
-            ticket = {i, 0, false};
+            ticket = {take_free(peer, bytes), 0, false};
             return Status::ok;
         });
     }
@@ -111,33 +104,33 @@ public:
     // to, for another try.
     Status commit(std::uint32_t peer, const Ticket& ticket, std::uint64_t header_bytes, std::int64_t version,
                   Nanoseconds deadline, Sleeper& sleeper, std::size_t deaths, bool keep = false) {
-        auto& slab = slabs_[ticket.slab];
         bool wake = false;
         const auto status = wait(kSend, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
-            if (unreachable()) return Status::closed;
-            // What was sent before comes before.
-            wake = seal_open() || wake;
-            if (q().holes != 0) wake = end_others({}) || wake;
-            while (queued() + q().num_open >= q().slots) {
-                if (waits(peer) || queued() == 0) return std::nullopt;
-                if (policy() != Policy::drop_oldest) return turn_away();
-                drop_oldest();
-            }
-            slab.header_bytes = header_bytes;
-            slab.version = version;
-            slab.given = slab.done = 0;
-            slab.seq = q().next_seq++;
-            set_ending(ticket.slab, Ending::ready);
-            slab.state.store(static_cast<std::uint32_t>(SlabState::open), std::memory_order_release);
-            ++q().num_open;
-            count(q().counters.sent);
-            count(q().counters.bytes_sent, slab.bytes);
-            wake = queue_ready(ticket.slab) || wake;
+            if (const auto full = make_room(peer, wake); full != Status::ok) return full;
+            append(ticket.slab, header_bytes, version, wake);
             return Status::ok;
         });
         if (wake) wake_side(kReceive, false);
         if (status == Status::ok) return status;
         if (status != Status::timeout || !keep) abandon(ticket);
+        return status;
+    }
+
+    // Both at once, with the lock held while `fill(slab)` writes: for what is small, as the lock, which travels between the
+    // caches of processes, costs more than the message.
+    template <class Fill>
+    Status send(std::uint32_t peer, std::uint64_t bytes, std::uint64_t header_bytes, std::int64_t version,
+                Nanoseconds deadline, Sleeper& sleeper, std::size_t deaths, Fill fill) {
+        bool wake = false;
+        const auto status = wait(kSend, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
+            if (const auto full = make_room(peer, wake); full != Status::ok) return full;
+            if (q().num_free == 0) return std::nullopt;
+            const auto i = take_free(peer, bytes);
+            fill(i);
+            append(i, header_bytes, version, wake);
+            return Status::ok;
+        });
+        if (wake) wake_side(kReceive, false);
         return status;
     }
 
@@ -280,6 +273,20 @@ public:
 
 private:
     explicit Queue(Mapping mapping) : QueueState(std::move(mapping)) {}
+
+    // With the lock: whether a message by itself may be queued, and what else becomes of it; nothing: wait.
+    std::optional<Status> make_room(std::uint32_t peer, bool& wake) {
+        if (unreachable()) return Status::closed;
+        // What was sent before comes before.
+        wake = seal_open() || wake;
+        if (q().holes != 0) wake = end_others({}) || wake;
+        while (queued() + q().num_open >= q().slots) {
+            if (waits(peer) || queued() == 0) return std::nullopt;
+            if (policy() != Policy::drop_oldest) return turn_away();
+            drop_oldest();
+        }
+        return Status::ok;
+    }
 
     // Without the lock.
 

@@ -99,6 +99,33 @@ protected:
         free_[q().num_free++] = i;
     }
 
+    // A free slab, for a message by itself.
+    std::uint32_t take_free(std::uint32_t peer, std::uint64_t bytes) {
+        const auto i = free_[--q().num_free];
+        auto& slab = slabs_[i];
+        slab.owner = peer;
+        slab.rows = 0;
+        slab.bytes = bytes;
+        if (bytes > slab.touched) slab.touched = bytes;
+        slab.state.store(static_cast<std::uint32_t>(SlabState::writing), std::memory_order_release);
+        return i;
+    }
+
+    // What was written there comes after all that was begun before.
+    void append(std::uint32_t i, std::uint64_t header_bytes, std::int64_t version, bool& wake) {
+        auto& slab = slabs_[i];
+        slab.header_bytes = header_bytes;
+        slab.version = version;
+        slab.given = slab.done = 0;
+        slab.seq = q().next_seq++;
+        set_ending(i, Ending::ready);
+        slab.state.store(static_cast<std::uint32_t>(SlabState::open), std::memory_order_release);
+        ++q().num_open;
+        count(q().counters.sent);
+        count(q().counters.bytes_sent, slab.bytes);
+        wake = queue_ready(i) || wake;
+    }
+
     void drop_oldest() {
         const auto i = ring_[q().head++ % ring_size_];
         count(q().counters.dropped_oldest, slabs_[i].rows != 0 ? slabs_[i].done : 1);
