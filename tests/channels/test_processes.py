@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import pickle
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +23,8 @@ import torch
 from tests.channels.processes import DEADLINE_S, die, ends, process
 from torchext.channels import Channel, ChannelClosed, ChannelError, ChannelTimeout, PeerDied, connect
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 SIZE = 1 << 14  # too small for torch to use OpenMP, which hangs in processes that were forked after its use
 
 
@@ -314,6 +316,23 @@ def test_a_process_that_dies_with_the_lock_leaves_it_to_the_next() -> None:
         assert channel.receive(10) == 1
         with pytest.raises(PeerDied, match="holder"):
             channel.receive(10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
+def test_the_queue_and_the_weights_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
+    program = tmp_path / "stress"
+    flags = ["-std=c++20", "-O1", "-g", f"-fsanitize={sanitizers}", "-pthread", "-o", str(program)]
+    if shutil.which("g++") is None or shutil.which("setarch") is None:
+        pytest.skip("needs g++ and setarch(8)")
+    built = subprocess.run(["g++", *flags, HERE / "stress.cpp"], check=False, capture_output=True, text=True)
+    if built.returncode != 0 and "san" in built.stderr and "cannot find" in built.stderr:
+        pytest.skip(f"needs the libraries of -fsanitize={sanitizers}")
+    assert built.returncode == 0, built.stderr
+    command = ["setarch", "-R", str(program), "4", "2", "2000"]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout == "messages: 8000 messages\nbatches: 8000 messages\nweights: 2000 versions\n", done.stderr
+    assert done.returncode == 0, done.stderr
 
 
 # --- Ends ----------------------------------------------------------------------------------------------------------
