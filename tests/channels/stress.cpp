@@ -5,7 +5,7 @@
 //
 // (in memory that is not laid out at random, or there is no room for a channel's address space beside the sanitizer's), or
 // with -fsanitize=address,undefined. Arguments: senders, receivers, messages of each sender. Ends with status 0 if each
-// message arrived once, whole, and in its sender's order for each receiver. A slow test of test_processes.py does this.
+// message arrived once, whole, and in its sender's order for each receiver. A slow test does the first.
 #include <cstdio>
 #include <cstdlib>
 #include <mutex>

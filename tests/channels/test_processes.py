@@ -319,15 +319,14 @@ def test_a_process_that_dies_with_the_lock_leaves_it_to_the_next() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sanitizers", ["thread", "address,undefined"])
-def test_the_queue_and_the_weights_under_sanitizers(sanitizers: str, tmp_path: Path) -> None:
+def test_the_queue_and_the_weights_under_thread_sanitizer(tmp_path: Path) -> None:
     program = tmp_path / "stress"
-    flags = ["-std=c++20", "-O1", "-g", f"-fsanitize={sanitizers}", "-pthread", "-o", str(program)]
+    flags = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread", "-o", str(program)]
     if shutil.which("g++") is None or shutil.which("setarch") is None:
         pytest.skip("needs g++ and setarch(8)")
     built = subprocess.run(["g++", *flags, HERE / "stress.cpp"], check=False, capture_output=True, text=True)
     if built.returncode != 0 and "san" in built.stderr and "cannot find" in built.stderr:
-        pytest.skip(f"needs the libraries of -fsanitize={sanitizers}")
+        pytest.skip("needs the libraries of -fsanitize=thread")
     assert built.returncode == 0, built.stderr
     command = ["setarch", "-R", str(program), "4", "2", "2000"]
     done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=DEADLINE_S)

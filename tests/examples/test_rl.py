@@ -81,15 +81,11 @@ def test_explorers_on_another_machine() -> None:
         assert elsewhere.wait(60) == 0
 
 
-GAMES = ["Breakout", *(pytest.param(game, marks=pytest.mark.slow) for game in ("BeamRider", "Qbert", "SpaceInvaders"))]
-
-
-@pytest.mark.parametrize("game", GAMES)
 @pytest.mark.timeout(300)
-def test_impala_plays_atari(game: str) -> None:
+def test_impala_plays_atari() -> None:
     pytest.importorskip("ale_py", reason="needs ale-py: pip install 'torchext[rl]'")
     words = ["--explorers", "1", "--envs", "1", "--rollout", "4", "--steps", "8", "--evaluate", "0"]
-    assert "after 8 steps" in run("impala.py", "--env", f"ALE/{game}-v5", *words)
+    assert "after 8 steps" in run("impala.py", "--env", "ALE/Breakout-v5", *words)
 
 
 @pytest.mark.timeout(300)
