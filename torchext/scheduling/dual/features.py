@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from torchext.scheduling.dual.laws import LAW_FEATURES, Laws
 from torchext.scheduling.forecast import History
 from torchext.scheduling.state import ClusterState
 from torchext.scheduling.types import Job
@@ -19,10 +20,10 @@ _SPARE_ROWS = 256
 _RECENT = 15  # ended jobs of a group that are remembered one by one
 
 JOB_FEATURES = (
-    "forecast service",
-    "forecast running time",
+    "what the heuristic orders by",
+    "typical running time",
     "GPUs",
-    "forecast running time by ended jobs alone",
+    "forecast running time as of qssf",
     "how many of the tenant's jobs with so many GPUs run now",
     "median time that they have run so far",
     "longest",
@@ -36,15 +37,17 @@ JOB_FEATURES = (
     "median of those",
     "estimate of the user",
     "waited",
-    "waited, in forecast running times",
+    "waited, in typical running times",
     "time to the deadline",
     "share of GPUs the tenant holds",
     "log speed lost on the best machine that is free",
+    *LAW_FEATURES[1:],
 )
-_NUM_FIXED = 16  # known when the job comes; the rest change as it waits
-# A forecast by ended jobs weighs as much as so many that still run.
-_PRIOR_PEERS = 5.0
-_MOST_PEERS = 10
+_FIXED = slice(2, 16)  # known when the job comes; the rest change as it waits
+_LAW = slice(21, 21 + len(LAW_FEATURES) - 1)
+# How much the number of GPUs counts to the heuristic, where jobs are stopped: less than as service, as a job that is
+# stopped soon again does not hold them for long.
+_GPUS_PREEMPTIVE = 0.5
 
 CLUSTER_FEATURES = (
     "share of GPUs free",
@@ -62,38 +65,43 @@ CLUSTER_FEATURES = (
 class JobFeatures:
     """Learns from ended jobs and describes waiting ones. Not thread-safe.
 
-    A job's history features are those of when it was first described, as with qssf, whose scores are settled then.
+    What is expected of a job's running time, see `Laws`, changes as it waits. Its other features of history are those
+    of when it was first described, as with qssf, whose scores are settled then.
 
-    Forecasts also heed the tenant's jobs with as many GPUs that run at that moment: each is taken to be half way, which
-    says something of jobs too long to have ended yet. (For running times of law P(T > t) ~ 1/t, which recorded ones
-    are near to, half of those of age a end within another a.)
+    Args:
+        preemptive: The heuristic orders by Gittins' index; otherwise by typical service.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, preemptive: bool = False) -> None:
         self.history = History()
+        self._preemptive = preemptive
+        self._laws = Laws()
         self._recent: dict[object, deque[float]] = {}
         self._last_s: dict[tuple[str, int], float] = {}  # tenant, GPUs -> when the latest was submitted
         self._rows: dict[str, int] = {}
-        self._table = np.zeros((256, _NUM_FIXED), dtype=np.float32)
+        self._table = np.zeros((256, _FIXED.stop - _FIXED.start), dtype=np.float32)
         self._free_rows = list(range(255, -1, -1))
 
     def finished(self, job: Job, work_s: float) -> None:
         """Counts an ended job, which took so long at speed 1."""
         self.history.add(job, work_s)
+        self._laws.finished(job, work_s)
         for group in ((job.tenant, job.num_gpus), job.tenant):
             self._recent.setdefault(group, deque(maxlen=_RECENT)).append(_log_time(work_s))
         self.forget([job.id])
 
     def forget(self, job_ids: Iterable[str]) -> None:
         """Drops what is kept of jobs that will not be asked for again."""
+        job_ids = list(job_ids)
+        self._laws.forget(job_ids)
         for job_id in job_ids:
             row = self._rows.pop(job_id, None)
             if row is not None:
                 self._free_rows.append(row)
 
-    def log_service(self, job: Job, state: ClusterState) -> float:
-        """Returns the log of the forecast service in GPU-seconds, as of when the job was first described."""
-        return float(self._table[self._rows_of([job], state)[0], 0]) + _LOG_HOUR
+    def typical_h(self, job: Job, state: ClusterState) -> float:
+        """Returns the typical rest of the running time at speed 1, in hours."""
+        return float(np.exp(self._laws.describe([job], np.array([state.progress_s(job)]), state)[0, 0]))
 
     def describe(
         self, jobs: Sequence[Job], state: ClusterState, lost: Callable[[Job], float] = lambda job: 0.0
@@ -110,12 +118,15 @@ class JobFeatures:
             known = {job.id for job in jobs} | state.running.keys()
             self.forget([job_id for job_id in self._rows if job_id not in known])
         described = np.empty((len(jobs), len(JOB_FEATURES)), dtype=np.float32)
-        rows = self._rows_of(jobs, state)
-        described[:, :_NUM_FIXED] = self._table[rows]
+        rows = self._rows_of(jobs, state)  # may put a larger table in place
+        described[:, _FIXED] = self._table[rows]
         now_s = state.now_s
-        done_s = np.array([state.progress_s(job) for job in jobs], dtype=np.float32)
-        if done_s.any():
-            described[:, :2] += _log_left(described[:, 1:2], done_s[:, None])
+        laws = self._laws.describe(jobs, np.array([state.progress_s(job) for job in jobs]), state)
+        described[:, 1], described[:, _LAW] = laws[:, 0], laws[:, 1:]
+        if self._preemptive:
+            described[:, 0] = laws[:, 1] + _GPUS_PREEMPTIVE * described[:, 2]
+        else:
+            described[:, 0] = laws[:, 0] + described[:, 2]
         waited_s = np.maximum(now_s - np.array([job.submit_s for job in jobs]), 0.0)
         described[:, 16] = np.log1p(waited_s / 3600.0)
         forecast_s = np.exp(described[:, 1] + _LOG_HOUR)
@@ -156,17 +167,14 @@ class JobFeatures:
         return row
 
     def _fixed(self, job: Job, peers_s: list[float]) -> list[float]:
-        past = _log_time(self.history.forecast_s(job))
-        forecast = _with_peers(past, peers_s)
+        forecast = _log_time(self.history.forecast_s(job))
         own = self._recent.get((job.tenant, job.num_gpus))
         since_s = job.submit_s - self._last_s.get((job.tenant, job.num_gpus), -math.inf)
         tenants = self._recent.get(job.tenant)
         low, middle, high = np.percentile(own, [25, 50, 75]) if own else (forecast,) * 3
         return [
-            forecast + math.log(job.num_gpus),
-            forecast,
             math.log(job.num_gpus),
-            past,
+            forecast,
             math.log1p(len(peers_s)),
             _log_time(float(np.median(peers_s))) if peers_s else 0.0,
             _log_time(max(peers_s)) if peers_s else 0.0,
@@ -190,7 +198,7 @@ def describe_cluster(jobs: Sequence[Job], described: np.ndarray, state: ClusterS
     num_running = len(state.running)
     busy = total - int(sum(state.free))
     running_s = sum(state.now_s - running.start_s for running in state.running.values()) / max(num_running, 1)
-    work_h = float(np.exp(np.minimum(described[:, 0], 20.0)).sum()) / total if len(jobs) else 0.0
+    work_h = float(np.exp(np.minimum(described[:, 1] + described[:, 2], 20.0)).sum()) / total if len(jobs) else 0.0
     return np.array(
         [
             free.sum() / total,
@@ -214,25 +222,6 @@ _LONG_S = 30 * 86400.0
 def _log_time(seconds: float) -> float:
     """Log of a time in hours, of at least ten seconds."""
     return math.log(max(seconds, 10.0)) - _LOG_HOUR
-
-
-def _with_peers(past: float, peers_s: list[float]) -> float:
-    """Draws a forecast, log hours, towards twice the age of running jobs of the same group."""
-    if not peers_s:
-        return past
-    twice_h = sum(max(2 * age_s / 3600.0, math.exp(past)) for age_s in peers_s) / len(peers_s)
-    num = min(len(peers_s), _MOST_PEERS)
-    return (num * math.log(twice_h) + _PRIOR_PEERS * past) / (num + _PRIOR_PEERS)
-
-
-def _log_left(forecast: np.ndarray, work_s: np.ndarray) -> np.ndarray:
-    """How far the log of the rest is from that of the whole forecast, once some work is done; (...) float32 each.
-
-    What has been forecast, less what is done; and at least as much again as is done, as for `_with_peers`.
-    """
-    forecast_s = np.exp(forecast + _LOG_HOUR)
-    left: np.ndarray = np.log(np.maximum(np.maximum(forecast_s - work_s, work_s), 10.0) / forecast_s)
-    return left
 
 
 def _slack(job: Job, now_s: float) -> float:

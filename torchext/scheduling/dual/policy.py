@@ -27,10 +27,10 @@ _LOG = logging.getLogger(__name__)
 _STRANGE = 2.0
 # Before all others.
 _FIRST = -1e12
-# Of scores, per unit of log service: what agents that have learned nothing use.
+# Of scores, per unit of what the heuristic orders by (a log): what agents that have learned nothing use.
 _ORDER_SCALE = 4.0
-# How many times as much work a job must have left to be stopped for another.
-_WORTH_STOPPING = 5.0
+# How many times as large Gittins' index must be for a job to be stopped for another.
+_WORTH_STOPPING = 2.0
 
 
 class Chooser(Protocol):
@@ -89,6 +89,9 @@ class Dual:
     In the first three cases jobs are ordered as qssf does, by their forecast service, and placed where they have most
     advantage. `why` tells, for each job.
 
+    What the agents add to is a heuristic: shortest typical service first, by the laws of `Laws`, with comparative
+    advantage. Agents that have learned nothing decide as it does.
+
     A job may be left waiting although it fits: by the ordering agent, whose action *wait* holds back all jobs that it
     scores below it, and by the placement agent, which may decline machines too slow for the job when better ones may
     come free (`Advantage.hold_features`). It declines for all jobs of that shape, until the order is decided again.
@@ -103,7 +106,7 @@ class Dual:
         budget_s: Time that a decision on the order may take; inf makes decisions reproducible.
         patience_s: After which a job may wait no longer for others to pass.
         strange: See above.
-        order_learned: False leaves the order to qssf (an ablation).
+        order_learned: False leaves the order to the heuristic (an ablation).
         placement_learned: False leaves placement to the heuristic (an ablation).
         communicate: False keeps waiting jobs from knowing of each other (an ablation).
         chooser: How scores become choices.
@@ -120,7 +123,7 @@ class Dual:
         *,
         placing: Placing = by_rwgp,
         budget_s: float = 0.25,
-        patience_s: float = 3 * 86400.0,
+        patience_s: float = 7 * 86400.0,
         strange: float = _STRANGE,
         order_learned: bool = True,
         placement_learned: bool = True,
@@ -129,7 +132,7 @@ class Dual:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.agents = agents.eval()
-        self.features = JobFeatures()
+        self.features = JobFeatures(self.preemptive)
         self.num_fallbacks = 0
         self._placing = placing
         self._budget_s = budget_s
@@ -142,6 +145,7 @@ class Dual:
         self._clock = clock
         self._s_per_job = 0.0
         self._distrusted = False
+        self._qssf = False  # whether the latest decision on the order had to be left to it
         self._advantage: Advantage | None = None
         self._reservation: Reservation | None = None
         self._declined: dict[Shape, str] = {}  # since the latest decision on the order, with the reason
@@ -170,7 +174,8 @@ class Dual:
         self._described = torch.from_numpy(described)
         said = self._ask(jobs, waiting, described, state)
         if said is None:
-            plain: list[float] = (_ORDER_SCALE * described[:, 0]).tolist()
+            order = described[:, 2] + described[:, 3] if self._qssf else described[:, 0]
+            plain: list[float] = (_ORDER_SCALE * order).tolist()
             return plain
         scores: list[float] = (-said.logits).tolist()
         if state.running:  # else nothing would ever happen that could end the wait
@@ -222,18 +227,19 @@ class Dual:
 
     def why(self, job: Job, state: ClusterState) -> str:
         """Says what the latest decision on a job's place in the order came from."""
-        service_h = math.exp(self.features.log_service(job, state)) / 3600
-        what = f"forecast {service_h:.2g} GPU-hours, waiting for {(state.now_s - job.submit_s) / 3600:.2g} h"
+        service_h = self.features.typical_h(job, state) * job.num_gpus
+        what = f"forecast {service_h:.2g} GPU-hours left, waiting for {(state.now_s - job.submit_s) / 3600:.2g} h"
         reservation = self._reservation
         if reservation is not None and reservation.job.id == job.id:
             patience = f"{self._patience_s / 3600:.3g} h"
             return f"first, for having waited longer than {patience} ({what}); {reservation.words(state)}"
-        how = f"qssf: {self._fallback}" if self._fallback else "the agents"
+        rule = "qssf" if self._qssf else "the heuristic"
+        how = f"{rule}: {self._fallback}" if self._fallback else "the agents"
         declined = "" if job.id in state.running else self._declined.get(job.shape, "")
         return f"{what}; order by {how}{declined}"
 
     def _overdue(self, jobs: Sequence[Job], state: ClusterState) -> Reservation | None:
-        late = [job for job in jobs if state.now_s - job.submit_s > self._patience_s]
+        late = [job for job in jobs if _waited_s(job, state) > self._patience_s]
         if not late:
             return None
         first = min(late, key=lambda job: (job.submit_s, job.id))
@@ -246,7 +252,7 @@ class Dual:
         self, jobs: Sequence[Job], waiting: Sequence[Job], described: np.ndarray, state: ClusterState
     ) -> Ordered | None:
         """Asks the ordering agent, unless that is of no use or not to be trusted."""
-        self._token = None
+        self._token, self._qssf = None, False
         if not self._order_learned and not self._placement_learned:
             self._fallback = "the agents are switched off"
             return None
@@ -305,7 +311,7 @@ class Dual:
         """Notes that the agents are not to be trusted now; told once in a row of such decisions."""
         self.num_fallbacks += 1
         self._fallback = reason
-        self._token = None
+        self._token, self._qssf = None, True
         if not self._distrusted:
             _LOG.warning("falling back to qssf: %s", reason)
         self._distrusted = True
@@ -322,7 +328,7 @@ class Dual:
         self, advantage: Advantage, job: Job, state: ClusterState, among: int, seen: Tensor, token: Tensor | None
     ) -> bool:
         """Whether a job that fits is left waiting for better machines."""
-        if not state.running or state.now_s - job.submit_s > self._patience_s:
+        if not state.running or _waited_s(job, state) > self._patience_s:
             return False
         features = advantage.hold_features(job, state, math.exp(float(seen[1])), among)
         if features is None:
@@ -357,21 +363,21 @@ class Dual:
 class PreemptiveDual(Dual):
     """`Dual` for clusters where jobs can be stopped and go on elsewhere: a job may stop others that come after it.
 
-    The agents see running jobs beside waiting ones, all by the work that is left of them: what was forecast less what
-    is done, and for jobs that have outrun half of their forecast, as much again as they have done. A running job is
-    stopped only for one that has less than a fifth of its work left, and never once it is older than `patience_s`.
+    The heuristic orders running jobs beside waiting ones, by Gittins' index of what is left of them. A running job is
+    stopped only for one whose index is less than half of its own, and no more once it has waited for `patience_s` in
+    all; nor when the order is left to qssf.
 
-    The agents have learned to order where nothing is stopped; how to stop, they have not.
+    The agents have learned to order where nothing is stopped, so here the order is left to the heuristic; they place.
 
     Args:
         agents: As for `Dual`.
-        options: As for `Dual`.
+        options: As for `Dual`, but for `order_learned`.
     """
 
     preemptive: ClassVar = True
 
     def __init__(self, agents: Agents, **options: Any) -> None:
-        super().__init__(agents, **options)
+        super().__init__(agents, order_learned=False, **options)
         self._whole: dict[str, float] = {}  # scores of the latest decision, of waiting and running jobs
 
     def order(self, jobs: Sequence[Job], state: ClusterState) -> Sequence[float]:
@@ -387,10 +393,15 @@ class PreemptiveDual(Dual):
         return scores[: len(waiting)]
 
     def _running(self, job: Job, state: ClusterState) -> float:
-        if state.now_s - job.submit_s > self._patience_s:
+        if self._qssf or _waited_s(job, state) > self._patience_s:
             return _FIRST
         # One that has just been started was scored as it waited.
         return self._whole.get(job.id, 0.0) - _ORDER_SCALE * math.log(_WORTH_STOPPING)
+
+
+def _waited_s(job: Job, state: ClusterState) -> float:
+    """How long a job has waited in all: since it was submitted, but for the time in which it ran."""
+    return state.now_s - job.submit_s - state.service_gpu_s(job) / job.num_gpus
 
 
 def _any_fits(jobs: Sequence[Job], state: ClusterState) -> bool:

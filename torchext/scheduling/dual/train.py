@@ -218,6 +218,8 @@ class Training:
         """Returns the agents that did best, or the last if none has been considered."""
         if self._best[1]:
             self.agents.load_state_dict(self._best[1])
+        if self._seen:  # by all of the training: agents that did best at its beginning had seen little
+            self.agents.remember(torch.stack(self._seen))
         return self.agents
 
     # Checkpoints
@@ -332,12 +334,15 @@ def run(
         training: New, or resumed.
         checkpoint: Written every so many iterations, and at the end; None: never.
         every: How many.
-        validation: Asked as often; the agents that did best are returned. None: the last ones are.
+        validation: Asked as often; the agents that did best are returned, which may be the untrained ones. None: the
+            last ones are.
         report: Is told the number of each iteration and what `Training.step` returned, with ``validated`` when it was.
 
     Returns:
         The agents.
     """
+    if validation is not None and training.iteration == 0:
+        training.consider(validation.gain(training.agents))
     while training.iteration < training.options.iterations:
         said = training.step()
         due = training.iteration % every == 0 or training.iteration == training.options.iterations

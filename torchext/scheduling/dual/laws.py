@@ -1,0 +1,245 @@
+"""For how long will a job run? Not a number but a law, from jobs like it that have ended, and that still run.
+
+Jobs come in batches: the best witnesses of a job's running time are those submitted at about the same time, by the same
+tenant, with as many GPUs. So each ended job counts in another's law by how alike the two are; and each that still runs
+says that it is longer than its age, which counts as much (a sample of ended jobs alone has too many short ones). What
+is known changes as the job waits, and so does its law.
+
+Of a law two numbers matter most. The typical time, its geometric mean, decides who is served first where nothing is
+stopped (the mean itself would be best if laws were known, but with few witnesses it is all tail). Where running jobs
+can be stopped, Gittins' index does: the smallest ratio, over spans of service, of the service to be invested to the
+probability that the job ends within. It is low while a job may well be a short one, and rises once it has proved long.
+
+Source: the index, Gittins, "Bandit Processes and Dynamic Allocation Indices", Journal of the Royal Statistical Society
+B 41, 1979; that it orders jobs of unknown length in GPU clusters, Gu et al., "Tiresias", NSDI 2019, section 3.2
+(2D-Gittins, with one law for all). For what running jobs say, Efron, "The Two Sample Problem with Censored Data",
+Berkeley Symposium 1967: the mass of one that still runs is given to what is longer.
+
+Shapes: Q jobs to describe, E ended jobs remembered, R running ones, B bins of the running time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from torchext.scheduling.state import ClusterState
+from torchext.scheduling.types import Job
+
+# Bins of the running time, evenly in its logarithm.
+_NUM_BINS = 28
+_UPPER_S = np.geomspace(10.0, 40 * 86400.0, _NUM_BINS)
+_LOWER_S = np.concatenate([[5.0], _UPPER_S[:-1]])
+_MIDDLE_S = np.sqrt(_LOWER_S * _UPPER_S)
+_WIDTH = np.log(_UPPER_S / _LOWER_S)
+
+# Two jobs are half as alike when this far apart; and e times less for each factor of two in GPUs; and so much as this
+# where tenants differ.
+_NEAR_S, _OTHER_TENANT = 3600.0, 0.1
+_REMEMBERED = 2000  # ended jobs
+# All ended jobs together count as much as one that is alike in all.
+_PRIOR = 1.0
+# Before anything has ended, jobs run for an hour, give or take e^2: that counts as so many. So does a user's estimate.
+_ESTIMATE, _SPREAD = 5.0, 2.0
+# Of a law's mass, spread evenly: nothing is impossible.
+_DOUBT = 1e-3
+# A running job younger than this says nothing.
+_OLD_S = 60.0
+# Numbers of pairs of jobs to compare in one decision; in long queues, laws are renewed in turn.
+_MOST_PAIRS = 2**17
+
+LAW_FEATURES = (
+    "typical running time",
+    "Gittins' index",
+    "mean running time",
+    "lower decile",
+    "median",
+    "upper decile",
+    "how many jobs it is known from",
+)
+
+
+class _Alike(NamedTuple):
+    """What makes jobs alike, of N: (N,) each."""
+
+    submit_s: np.ndarray
+    log2_gpus: np.ndarray
+    tenant: np.ndarray
+
+
+class Laws:
+    """Laws of running times. Not thread-safe.
+
+    Everything is of work: seconds on machines of speed 1.
+    """
+
+    def __init__(self) -> None:
+        self._tenants: dict[str, int] = {}
+        self._all = _ESTIMATE * _around(3600.0, _SPREAD)  # (B,) of all ended jobs
+        self._ended = _Alike(*np.zeros((3, 0), dtype=np.float32))
+        self._ended_bins = np.zeros(0, dtype=np.int64)
+        self._new: list[tuple[float, float, float, int]] = []  # ended jobs not among those yet
+        # Of jobs described, by row.
+        self._rows: dict[str, int] = {}
+        self._alike = _Alike(*np.zeros((3, 0)))
+        self._counts = np.zeros((0, _NUM_BINS))
+        self._told = np.zeros((0, len(LAW_FEATURES)), dtype=np.float32)
+        self._free_rows: list[int] = []
+        self._next = 0  # whose law is renewed next in a long queue
+
+    def finished(self, job: Job, work_s: float) -> None:
+        """Counts an ended job, in the laws of those described too."""
+        self.forget([job.id])
+        at = min(int(np.searchsorted(_UPPER_S, work_s)), _NUM_BINS - 1)
+        submit_s, log2_gpus, tenant = entry = self._entry(job)
+        self._all[at] += 1.0
+        self._new.append((*entry, at))
+        if self._rows:
+            rows = np.fromiter(self._rows.values(), dtype=np.int64, count=len(self._rows))
+            one = _Alike(*(np.array([value]) for value in (submit_s, log2_gpus, tenant)))
+            self._counts[rows, at] += _likeness(_take(self._alike, rows), one)[:, 0]
+
+    def forget(self, job_ids: Iterable[str]) -> None:
+        """Drops jobs that will not be asked for again."""
+        for job_id in job_ids:
+            row = self._rows.pop(job_id, None)
+            if row is not None:
+                self._free_rows.append(row)
+
+    def describe(self, jobs: Sequence[Job], done_s: np.ndarray, state: ClusterState) -> np.ndarray:
+        """Tells of the laws of what is left of each job.
+
+        Args:
+            jobs: Q of them.
+            done_s: (Q,), the work that each has done.
+            state: The cluster now.
+
+        Returns:
+            (Q, len(LAW_FEATURES)) float32: times as logs of hours, and the log of 1 + the number of jobs.
+        """
+        rows = np.array([self._row(job) for job in jobs], dtype=np.int64)
+        witnesses, ages_s = self._witnesses(jobs, done_s, state)
+        # In long queues the laws of waiting jobs are renewed in turn.
+        most = max(_MOST_PAIRS // max(len(witnesses), _NUM_BINS), 1)
+        due = np.isnan(self._told[rows, 0]) | (done_s > 0)
+        due[(self._next + np.arange(min(most, len(jobs)))) % len(jobs)] = True
+        self._next = (self._next + most) % len(jobs)
+        due_rows, due_done_s = rows[due], done_s[due]
+        for begin in range(0, len(due_rows), most):
+            part = slice(begin, begin + most)
+            self._told[due_rows[part]] = _tell(self._laws(due_rows[part], witnesses, ages_s), due_done_s[part])
+        return self._told[rows]
+
+    def _witnesses(
+        self, jobs: Sequence[Job], done_s: np.ndarray, state: ClusterState
+    ) -> tuple[Sequence[Job], np.ndarray]:
+        """Lists jobs that have run for some time and not ended, and for how long."""
+        some: list[Job] = []
+        ages_s: list[float] = []
+        for running in state.running.values():
+            some.append(running.job)
+            ages_s.append(running.progress(state.now_s))
+        for i in np.flatnonzero(done_s).tolist():
+            if jobs[i].id not in state.running:
+                some.append(jobs[i])
+                ages_s.append(float(done_s[i]))
+        old = [i for i, age_s in enumerate(ages_s) if age_s >= _OLD_S]
+        return [some[i] for i in old], np.array([ages_s[i] for i in old])
+
+    def _laws(self, rows: np.ndarray, witnesses: Sequence[Job], ages_s: np.ndarray) -> np.ndarray:
+        """Computes how many jobs, by likeness, took how long, (Q, B)."""
+        counts: np.ndarray = self._counts[rows] + (_PRIOR / self._all.sum()) * self._all + _DOUBT / _NUM_BINS
+        if not witnesses:
+            return counts
+        theirs = _Alike(*np.array([self._entry(job) for job in witnesses]).T)
+        alike = _likeness(_take(self._alike, rows), theirs)  # (Q, R)
+        alike[rows[:, None] == np.array([self._rows.get(job.id, -1) for job in witnesses])] = 0.0
+        at = np.minimum(np.searchsorted(_UPPER_S, ages_s), _NUM_BINS - 1)
+        longer = alike @ np.eye(_NUM_BINS, dtype=alike.dtype)[at]  # (Q, B), of those that have come to each bin
+        beyond = counts[:, ::-1].cumsum(1)[:, ::-1]
+        return counts * (1 + (longer / beyond).cumsum(1))
+
+    def _row(self, job: Job) -> int:
+        row = self._rows.get(job.id)
+        if row is not None:
+            return row
+        if not self._free_rows:
+            self._grow()
+        row = self._rows[job.id] = self._free_rows.pop()
+        one = self._entry(job)
+        for values, value in zip(self._alike, one, strict=True):
+            values[row] = value
+        ended, bins = self._remembered()
+        alike = _likeness(_take(self._alike, np.array([row])), ended)[0]
+        self._counts[row] = np.bincount(bins, weights=alike, minlength=_NUM_BINS)
+        if job.estimate_s is not None:
+            self._counts[row] += _ESTIMATE * _around(job.estimate_s, 0.0)
+        self._told[row] = math.nan
+        return row
+
+    def _grow(self) -> None:
+        size = len(self._counts)
+        more = max(size, 256)
+        self._alike = _Alike(*(np.concatenate([values, np.zeros(more)]) for values in self._alike))
+        self._counts = np.concatenate([self._counts, np.zeros((more, _NUM_BINS))])
+        self._told = np.concatenate([self._told, np.zeros((more, len(LAW_FEATURES)), dtype=np.float32)])
+        self._free_rows = list(range(size + more - 1, size - 1, -1))
+
+    def _entry(self, job: Job) -> tuple[float, float, float]:
+        tenant = self._tenants.setdefault(job.tenant, len(self._tenants))
+        return job.submit_s, math.log2(job.num_gpus), float(tenant)
+
+    def _remembered(self) -> tuple[_Alike, np.ndarray]:
+        """Returns the ended jobs, E of them, and the bin of each, (E,)."""
+        if self._new:
+            columns = np.array(self._new).T
+            self._new = []
+            self._ended = _Alike(
+                *(np.concatenate([old, new])[-_REMEMBERED:] for old, new in zip(self._ended, columns, strict=False))
+            )
+            self._ended_bins = np.concatenate([self._ended_bins, columns[3].astype(np.int64)])[-_REMEMBERED:]
+        return self._ended, self._ended_bins
+
+
+def _take(alike: _Alike, rows: np.ndarray) -> _Alike:
+    return _Alike(*(values[rows] for values in alike))
+
+
+def _likeness(ours: _Alike, theirs: _Alike) -> np.ndarray:
+    """How much each of theirs says of each of ours, (Q, N), up to 1."""
+    apart_s = np.abs(ours.submit_s[:, None] - theirs.submit_s)
+    alike: np.ndarray = np.exp(-np.abs(ours.log2_gpus[:, None] - theirs.log2_gpus)) / (1 + apart_s / _NEAR_S)
+    alike[ours.tenant[:, None] != theirs.tenant] *= _OTHER_TENANT
+    return alike
+
+
+def _around(time_s: float, spread: float) -> np.ndarray:
+    """A law about some time, (B,), with an sd of its log; 0: all in one bin."""
+    at = min(int(np.searchsorted(_UPPER_S, time_s)), _NUM_BINS - 1)
+    if not spread:
+        return np.eye(_NUM_BINS)[at]
+    law: np.ndarray = np.exp(-0.5 * (np.log(_MIDDLE_S / time_s) / spread) ** 2)
+    return law / law.sum()
+
+
+def _tell(counts: np.ndarray, done_s: np.ndarray) -> np.ndarray:
+    """Says what is left of jobs that took so long how often, (Q, B), once some work is done, (Q,)."""
+    begin_s = np.maximum(_LOWER_S, done_s[:, None])
+    end_s = np.maximum(_UPPER_S, 1.05 * begin_s)
+    # Of a bin that it is in the midst of, the part that is left; of the last, always something.
+    ahead = np.clip(np.log(_UPPER_S / begin_s) / _WIDTH, 0.0, 1.0)
+    ahead[:, -1] = np.maximum(ahead[:, -1], _DOUBT)
+    mass = counts * ahead
+    upto = mass.cumsum(1)
+    whole = upto[:, -1:]
+    left_s = np.maximum(np.sqrt(begin_s * end_s) - done_s[:, None], 5.0)
+    spent_s = (mass * left_s).cumsum(1)
+    with np.errstate(divide="ignore"):
+        index_s = np.where(mass > 0, (spent_s + (whole - upto) * (end_s - done_s[:, None])) / upto, np.inf).min(1)
+    deciles = [left_s[np.arange(len(mass)), (upto < share * whole).sum(1)] for share in (0.1, 0.5, 0.9)]
+    typical = (mass * np.log(left_s)).sum(1) / whole[:, 0]
+    logs = np.stack([typical, *np.log([index_s, spent_s[:, -1] / whole[:, 0], *deciles])], axis=1) - math.log(3600.0)
+    return np.concatenate([logs, np.log1p(counts.sum(1, keepdims=True))], axis=1).astype(np.float32)
