@@ -27,7 +27,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,10 +103,25 @@ def placing(make: Callable[[Cluster], Advantage]) -> Make:
     return lambda episode: SpeedLearner(make)
 
 
-def oracle(episode: Episode) -> Policy:
+def oracle(episode: Episode) -> SpeedLearner:
     assert episode.world_seed is not None
     world = synthetic.SyntheticWorld(episode.cluster, episode.world_seed, episode.jobs[0].job.submit_s)
     return SpeedLearner(lambda cluster: Advantage(_Truth(world)))
+
+
+class _AllKnowing(SpeedLearner):
+    """Is told true durations, too."""
+
+    durations_s: dict[str, float]
+
+    def order(self, jobs: Sequence[Job], state: ClusterState) -> Sequence[float]:
+        return [self.durations_s[job.id] * job.num_gpus for job in jobs]
+
+
+def all_knowing(episode: Episode) -> Policy:
+    policy = _AllKnowing(oracle(episode).placing)
+    policy.durations_s = durations_s(episode)
+    return policy
 
 
 class _Sure:
@@ -144,7 +159,6 @@ def contenders(options: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, 
             "qssf": lambda episode: QSSF(),
             "las": lambda episode: LAS(),
             "srsf*": lambda episode: SRSF(durations_s(episode)),
-            "untrained, preemptive": lambda episode: PreemptiveDual(Agents(), budget_s=math.inf),
             "dual, preemptive": lambda episode: PreemptiveDual(agents, budget_s=math.inf),
         }
     if is_synthetic:
@@ -158,7 +172,8 @@ def contenders(options: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, 
             "RWGP": placing(lambda c: Advantage(RWGP(c), 0.0, 0.5)),
             "RWGP, comparative": placing(by_rwgp),
             "RWGP, without its sd": placing(lambda c: Advantage(RWGP(c))),
-            "oracle*, comparative": lambda episode: oracle(episode),
+            "oracle*, comparative": oracle,
+            "oracle* of durations, too": all_knowing,
             "machine mean, patient": untrained(by_machine_mean),
             "RWGP, patient": untrained(by_rwgp),
         }

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -49,7 +50,9 @@ _DOUBT = 1e-3
 # A running job younger than this says nothing.
 _OLD_S = 60.0
 # Numbers of pairs of jobs to compare in one decision; in long queues, laws are renewed in turn.
-_MOST_PAIRS = 2**17
+_MOST_PAIRS = 2**16
+# Running jobs that are heard, the latest to start: others are hardly like any that wait.
+_MOST_WITNESSES = 256
 
 LAW_FEATURES = (
     "typical running time",
@@ -120,13 +123,15 @@ class Laws:
         Returns:
             (Q, len(LAW_FEATURES)) float32: times as logs of hours, and the log of 1 + the number of jobs.
         """
-        rows = np.array([self._row(job) for job in jobs], dtype=np.int64)
+        known = self._rows
+        rows = np.array([known[job.id] if job.id in known else self._add(job) for job in jobs], dtype=np.int64)
         witnesses, ages_s = self._witnesses(jobs, done_s, state)
         # In long queues the laws of waiting jobs are renewed in turn.
         most = max(_MOST_PAIRS // max(len(witnesses), _NUM_BINS), 1)
-        due = np.isnan(self._told[rows, 0]) | (done_s > 0)
-        due[(self._next + np.arange(min(most, len(jobs)))) % len(jobs)] = True
-        self._next = (self._next + most) % len(jobs)
+        due = np.isnan(self._told[rows, 0]) | (done_s > 0) | (len(jobs) <= most)
+        if len(jobs) > most:
+            due[(self._next + np.arange(most)) % len(jobs)] = True
+            self._next = (self._next + most) % len(jobs)
         due_rows, due_done_s = rows[due], done_s[due]
         for begin in range(0, len(due_rows), most):
             part = slice(begin, begin + most)
@@ -139,7 +144,7 @@ class Laws:
         """Lists jobs that have run for some time and not ended, and for how long."""
         some: list[Job] = []
         ages_s: list[float] = []
-        for running in state.running.values():
+        for running in islice(reversed(state.running.values()), _MOST_WITNESSES):
             some.append(running.job)
             ages_s.append(running.progress(state.now_s))
         for i in np.flatnonzero(done_s).tolist():
@@ -160,12 +165,10 @@ class Laws:
         at = np.minimum(np.searchsorted(_UPPER_S, ages_s), _NUM_BINS - 1)
         longer = alike @ np.eye(_NUM_BINS, dtype=alike.dtype)[at]  # (Q, B), of those that have come to each bin
         beyond = counts[:, ::-1].cumsum(1)[:, ::-1]
-        return counts * (1 + (longer / beyond).cumsum(1))
+        given: np.ndarray = counts * (1 + (longer / beyond).cumsum(1))
+        return given
 
-    def _row(self, job: Job) -> int:
-        row = self._rows.get(job.id)
-        if row is not None:
-            return row
+    def _add(self, job: Job) -> int:
         if not self._free_rows:
             self._grow()
         row = self._rows[job.id] = self._free_rows.pop()
@@ -219,10 +222,11 @@ def _likeness(ours: _Alike, theirs: _Alike) -> np.ndarray:
 def _around(time_s: float, spread: float) -> np.ndarray:
     """A law about some time, (B,), with an sd of its log; 0: all in one bin."""
     at = min(int(np.searchsorted(_UPPER_S, time_s)), _NUM_BINS - 1)
-    if not spread:
-        return np.eye(_NUM_BINS)[at]
-    law: np.ndarray = np.exp(-0.5 * (np.log(_MIDDLE_S / time_s) / spread) ** 2)
-    return law / law.sum()
+    law: np.ndarray = np.eye(_NUM_BINS)[at]
+    if spread:
+        law = np.exp(-0.5 * (np.log(_MIDDLE_S / time_s) / spread) ** 2)
+        law /= law.sum()
+    return law
 
 
 def _tell(counts: np.ndarray, done_s: np.ndarray) -> np.ndarray:

@@ -18,9 +18,6 @@ from torch.nn import functional
 from torchext.scheduling.dual.networks import Agents, Ordered
 from torchext.scheduling.dual.rollout import Decision
 
-# Forecasts are kept within, for the likelihood not to overflow.
-_LOG_HOURS = (-8.0, 8.0)
-
 
 @dataclass
 class Learned:
@@ -41,9 +38,8 @@ def losses_of(agents: Agents, entries: Sequence[Learned], advantages: np.ndarray
     """Computes the mean losses of some decisions, scalars.
 
     They are each agent's clipped objective (the placement agent has two kinds of choices), the errors of the critic and
-    of the forecast, and the entropy. The forecast's is the negative log likelihood of an exponential law, which is
-    least at the mean running time: what shortest-expected-service-first is to order by. All choices of one kind of a
-    decision count as much as one.
+    of the forecast, and the entropy. The forecast's is Huber's, of logs, so it is least near the typical running time,
+    which the heuristic orders by. All choices of one kind of a decision count as much as one.
 
     Args:
         agents: As they are now.
@@ -58,8 +54,7 @@ def losses_of(agents: Agents, entries: Sequence[Learned], advantages: np.ndarray
     order_loss, order_entropy, order_clipped = _orders(said, decisions, present, worth, clip)
     hold_loss, hold_entropy, hold_clipped = _holds(agents, said, decisions, worth, clip)
     truth, _ = _padded([decision.truth[:, None] for decision in decisions])
-    forecast = said.forecast.clamp(*_LOG_HOURS)
-    surprise = (torch.exp(truth[..., 0] - forecast) + forecast).masked_fill(~present, 0.0)
+    surprise = functional.smooth_l1_loss(said.forecast, truth[..., 0], reduction="none").masked_fill(~present, 0.0)
     targets = torch.tensor([entry.target for entry in entries], dtype=torch.float32)
     return {
         "order_loss": order_loss,
