@@ -240,8 +240,18 @@ def test_the_agents_that_did_best_are_kept_also_over_a_resumption(tmp_path: Path
     kept = train(second, every=1, validation=_Scripted(0.2, -0.1), report=lambda _, row: said.append(row))
     assert [row["validated"] for row in said] == [0.2, -0.1]
     assert second.iteration == 4
-    state = best.agents.state_dict()
-    assert all(torch.equal(tensor, state[name]) for name, tensor in kept.state_dict().items())
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(kept.parameters(), best.agents.parameters(), strict=True)
+    )
+
+
+def test_untrained_agents_are_kept_where_training_does_no_better_but_know_what_it_was_like() -> None:
+    training, untrained = _training(replace(_SMALL, iterations=1)), _training().agents
+    kept = train(training, every=1, validation=_Scripted(0.0, -0.1))
+    assert all(
+        torch.equal(ours, theirs) for ours, theirs in zip(kept.parameters(), untrained.parameters(), strict=True)
+    )
+    assert math.isfinite(float(kept.seen_limit))
 
 
 def test_savings_are_what_all_costs_differ_by() -> None:
