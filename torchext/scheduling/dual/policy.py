@@ -86,8 +86,8 @@ class Dual:
       for it, on which nothing new starts. It starts at the latest when what ran there has ended, and those of its
       kind that were submitted before it have had their turn.
 
-    In the first three cases jobs are ordered as qssf does, by their forecast service, and placed where they have most
-    advantage. `why` tells, for each job.
+    Late or wrong, jobs are ordered as qssf does, by their forecast service; far from training, by the heuristic, which
+    no training is needed for. They are placed where they have most advantage. `why` tells, for each job.
 
     What the agents add to is a heuristic: shortest typical service first, by the laws of `Laws`, with comparative
     advantage. Agents that have learned nothing decide as it does.
@@ -272,7 +272,7 @@ class Dual:
             distance = float(self.agents.distance(cluster))
             limit = self._strange * float(self.agents.seen_limit)
             if not distance <= limit:
-                self._blame(f"far from training (distance {distance:.3g}, trusted up to {limit:.3g})")
+                self._blame(f"far from training (distance {distance:.3g}, trusted up to {limit:.3g})", qssf=False)
                 return None
             try:
                 said = self.agents.ordering(seen, cluster, self._communicate)
@@ -307,13 +307,13 @@ class Dual:
             self._blame(f"the speed model failed: {error}")
             return self.features.describe(jobs, state)
 
-    def _blame(self, reason: str) -> None:
+    def _blame(self, reason: str, *, qssf: bool = True) -> None:
         """Notes that the agents are not to be trusted now; told once in a row of such decisions."""
         self.num_fallbacks += 1
         self._fallback = reason
-        self._token, self._qssf = None, True
+        self._token, self._qssf = None, qssf
         if not self._distrusted:
-            _LOG.warning("falling back to qssf: %s", reason)
+            _LOG.warning("falling back to %s: %s", "qssf" if qssf else "the heuristic", reason)
         self._distrusted = True
 
     def _choose(self, job: Job, features: np.ndarray, seen: Tensor, token: Tensor) -> int:
