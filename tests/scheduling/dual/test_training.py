@@ -183,28 +183,28 @@ def test_a_resumed_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path) -> 
     assert math.isfinite(float(second.agents.seen_limit))
 
 
-def _with_true_estimates(seed: int) -> list[RecordedJob]:
-    """Jobs of one tenant, of three lengths that users know and the history of ended jobs does not tell apart."""
+def _with_telling_deadlines(seed: int) -> list[RecordedJob]:
+    """Jobs of one tenant, of three lengths that deadlines tell and the history of ended jobs does not tell apart."""
     random = np.random.default_rng(seed)
     submit_s = np.cumsum(random.exponential(150.0, 1500))
     durations_s = random.choice([60.0, 300.0, 3000.0], 1500, p=[0.5, 0.3, 0.2])
     return [
-        RecordedJob(Job(f"j{i}", float(s), 1, "t", estimate_s=float(d)), float(d))
+        RecordedJob(Job(f"j{i}", float(s), 1, "t", deadline_s=float(s + 100 * d)), float(d))
         for i, (s, d) in enumerate(zip(submit_s, durations_s, strict=True))
     ]
 
 
 @pytest.mark.parametrize("forecast", [0.5, 0.0])
 def test_training_makes_agents_better_on_jobs_they_have_not_seen(forecast: float) -> None:
-    """By what is learned of running times, and by rewards alone: both find that estimates are to be trusted."""
+    """By what is learned of running times, and by rewards alone: both find what deadlines tell."""
     cluster = Cluster.uniform(1, 4)
     options = Options(
         episodes=1, jobs=80, first_load=1.1, last_load=1.1, learning_rate=3e-3, forecast=forecast, scale_s=3600.0
     )
-    training = Training([_with_true_estimates(0)], [cluster], is_synthetic=False, options=options)
+    training = Training([_with_telling_deadlines(0)], [cluster], is_synthetic=False, options=options)
     unseen = [
         draw_episode(
-            _with_true_estimates(1), cluster, np.random.default_rng(i), num_jobs=80, load=1.1, is_synthetic=False
+            _with_telling_deadlines(1), cluster, np.random.default_rng(i), num_jobs=80, load=1.1, is_synthetic=False
         )
         for i in range(3)
     ]
