@@ -323,15 +323,13 @@ def test_where_jobs_may_be_stopped_a_long_one_makes_room_for_a_short_one() -> No
     trace = [
         RecordedJob(Job("long", 0.0, 4, estimate_s=50_000.0), 50_000.0),
         RecordedJob(Job("short", 1000.0, 4, "other", estimate_s=300.0), 300.0),
-        RecordedJob(Job("alike", 1500.0, 4, estimate_s=50_000.0), 50_000.0),
     ]
     result = simulate(trace, Cluster.uniform(1, 4), _preemptive(), costs=Costs(checkpoint_s=10.0, restart_s=20.0))
     runs = [(result.jobs[run.job].job.id, run.start_s, run.end_s, run.outcome) for run in result.runs]
     assert runs == [
         ("long", 0.0, 1000.0, "displaced"),
         ("short", 1000.0, 1310.0, "finished"),
-        ("long", 1310.0, 50_330.0, "finished"),  # the third is no shorter
-        ("alike", 50_330.0, 100_330.0, "finished"),
+        ("long", 1310.0, 50_330.0, "finished"),
     ]
 
 
