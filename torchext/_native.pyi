@@ -1,7 +1,7 @@
 """Types of the C++ core. It is absent where no C++20 compiler was at hand at installation."""
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar
 
 import numpy
@@ -135,16 +135,23 @@ class collectives:  # a submodule
 
         @staticmethod
         def over_memory(
-            ranks: Sequence[int], me: int, arena: collectives.Arena, pids: Sequence[int], doorbells: Sequence[int]
+            ranks: Sequence[int],
+            me: int,
+            arena: collectives.Arena,
+            pids: Sequence[int],
+            doorbells: Sequence[int],
+            uid: int,
         ) -> collectives.OrderGroup: ...
         @staticmethod
-        def over_sockets(ranks: Sequence[int], me: int, sockets: Sequence[int]) -> collectives.OrderGroup: ...
+        def over_sockets(ranks: Sequence[int], me: int, sockets: Sequence[int], uid: int) -> collectives.OrderGroup: ...
         @property
         def id(self) -> int: ...
 
     class Ordered:
         """One collective that was given to the orderer."""
 
+        @property
+        def root(self) -> int: ...
         @property
         def text(self) -> str: ...
         @property
@@ -183,7 +190,24 @@ class collectives:  # a submodule
             will_wait: bool,
             work: object,
         ) -> collectives.Ordered: ...
-        def wait(self, ordered: collectives.Ordered, timeout_s: float) -> bool: ...
+        def issue_any(
+            self,
+            group: collectives.OrderGroup,
+            dtype: int,
+            shape: Sequence[int],
+            tag: str,
+            sources: Sequence[int],
+            bytes: int,
+            timeout_s: float,
+            work: object,
+        ) -> collectives.Ordered: ...
+        def wait(
+            self,
+            ordered: collectives.Ordered,
+            timeout_s: float,
+            look: Callable[[int, Collection[int], Collection[tuple[int, int]]], tuple[str, bool]],
+        ) -> bool: ...
+        def watch(self, ordered: collectives.Ordered) -> None: ...
         def pop(self) -> tuple[Any, collectives.Ordered] | None: ...
         def background(self) -> bool: ...
         def stop_background(self) -> None: ...
@@ -192,7 +216,9 @@ class collectives:  # a submodule
         def leave(self, group: collectives.OrderGroup, text: str, aborted: bool) -> None: ...
         def park(self) -> None: ...
         def forget(self) -> None: ...
-        def counts(self) -> tuple[int, int]: ...
+        def counts(self) -> tuple[int, int, int]: ...
+        def reports(self) -> list[tuple[int, bool, list[tuple[float, list[int], str]]]]: ...
+        def pending(self) -> list[tuple[float, list[int], str]]: ...
 
 class channels:  # a submodule
     """The queues of torchext.channels; Linux only. Status codes as in csrc/transport/segment.hpp."""

@@ -31,6 +31,9 @@ LIMIT = timedelta(seconds=600)
 class Nothing:
     """A group that launches nothing."""
 
+    def where(self) -> str:
+        return "no group"
+
     def on_fallen(self, rank: int) -> None:
         raise RuntimeError(f"rank {rank} has fallen")
 
@@ -45,7 +48,7 @@ def agreement(store: Any, world: int, rank: int, kind: str) -> None:
         mesh._host = lambda: f"host {rank}"
     links = mesh.connect(dist.PrefixStore(kind, store), rank, list(range(world)), LIMIT, sequencer.native.doorbell)
     mesh._host = host_of
-    sequencer.add(links, Nothing())
+    sequencer.add(links, Nothing(), rank)
     everyone, done = list(range(world)), DoneWork()
     times = []
     for number in range(AGREEMENTS + 100):

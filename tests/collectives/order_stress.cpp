@@ -1,6 +1,8 @@
 // The orderer under a sanitizer: ranks are threads of one process here, so that it sees both ends of every exchange.
 //
+//   core=torchext/csrc/collectives
 //   g++ -std=c++20 -O1 -g -fsanitize=thread -pthread -o order_stress tests/collectives/order_stress.cpp
+//     $core/{order,order_progress,order_faults}.cpp      (all of it one line)
 //   ./order_stress 3 200
 //
 // or with -fsanitize=address,undefined. Arguments: ranks, programs. On each rank three threads issue, wait and launch;

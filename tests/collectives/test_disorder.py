@@ -24,17 +24,22 @@ def test_random_programs_end_with_the_values_of_the_model(
     assert all(stats.get("staged", True) for stats in results)
 
 
-@pytest.mark.parametrize(("world_size", "on_deadlock"), [(3, "raise"), (2, "defer")])
+@pytest.mark.parametrize(
+    ("world_size", "on_deadlock", "engine"),
+    [(3, "raise", "preemptive"), (2, "defer", "preemptive"), (3, "raise", "ordered")],
+)
 def test_blocking_programs_end_as_the_model_says(
-    world_size: int, on_deadlock: str, request: pytest.FixtureRequest
+    world_size: int, on_deadlock: str, engine: str, request: pytest.FixtureRequest
 ) -> None:
     seed = 1_000_000 * request.config.getoption("--seed")
-    results = run_ranks(run_blocking, world_size, seed, 30, on_deadlock, store="tcp", deadline_s=200)
+    num_programs = 30 if engine == "preemptive" else 15
+    results = run_ranks(run_blocking, world_size, seed, num_programs, on_deadlock, engine, store="tcp", deadline_s=200)
     assert sum(counts["stuck"] for counts in results) > 0 or on_deadlock == "defer"
     assert sum(counts["deferred"] for counts in results) > 0 or on_deadlock == "raise"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3100)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ten_thousand_programs_end_with_the_values_of_the_model(world_size: int) -> None:
     run_ranks(run_programs, world_size, 5_000_000, 10_000, 60.0, backend="dfccl", deadline_s=3000)

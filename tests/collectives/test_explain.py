@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.collectives.test_deadlocks import error_of, init
+from tests.collectives.test_deadlocks import both_engines, by_engine, error_of, init
 from tests.ranks import Rank, run_ranks, start_ranks
 from torchext.collectives import CollectiveMismatchError, CollectiveTimeoutError, explain, explain_on_signal
 from torchext.collectives.threads import only_waiting, without_collectives
@@ -38,8 +38,9 @@ def ask(rank: Rank) -> str:
     return text
 
 
-def test_explain_tells_what_each_rank_waits_for() -> None:
-    text = run_ranks(ask, 2, store="tcp")[0]
+@both_engines
+def test_explain_tells_what_each_rank_waits_for(engine: str) -> None:
+    text = run_ranks(ask, 2, store="tcp", env=by_engine(engine))[0]
     assert "ranks [0, 1], seen from rank 0:" in text
     assert "rank 0 waits in no collective" in text
     assert "s for rank 0 in barrier on group" in text
@@ -75,8 +76,9 @@ def ask_by_signal(rank: Rank) -> str:
     return answer.getvalue()
 
 
-def test_a_signal_prints_it_and_calls_the_handler_that_was_there() -> None:
-    env = {"TORCHEXT_DFCCL_EXPLAIN_ON_SIGUSR1": "1"}
+@both_engines
+def test_a_signal_prints_it_and_calls_the_handler_that_was_there(engine: str) -> None:
+    env = {"TORCHEXT_DFCCL_EXPLAIN_ON_SIGUSR1": "1", **by_engine(engine)}
     text = run_ranks(ask_by_signal, 2, store="tcp", env=env)[0]
     assert "s for rank 1 in all_reduce(sum, float32, shape (3,)) on group" in text
 

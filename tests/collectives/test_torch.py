@@ -307,8 +307,9 @@ def all_to_one(rank: Rank) -> set[int]:
     return senders
 
 
-def test_a_receive_from_any_rank_says_who_it_was() -> None:
-    assert run_ranks(all_to_one, 3, backend="dfccl") == [{1, 2}, set(), set()]
+@pytest.mark.parametrize("engine", ["preemptive", "ordered"])
+def test_a_receive_from_any_rank_says_who_it_was(engine: str) -> None:
+    assert run_ranks(all_to_one, 3, backend="dfccl", env={"TORCHEXT_DFCCL_ENGINE": engine}) == [{1, 2}, set(), set()]
 
 
 def traced(rank: Rank, folder: str) -> None:

@@ -18,11 +18,12 @@ from torchext.collectives.errors import (
 )
 from torchext.collectives.explain import explain, explain_on_signal
 from torchext.collectives.options import Options
-from torchext.collectives.ordered import OrderedProcessGroup, wrap
+from torchext.collectives.ordered import OrderedProcessGroup
 from torchext.collectives.process_group import ProcessGroup
 from torchext.collectives.tags import name_tensors, tag
 from torchext.collectives.threads import without_collectives
 from torchext.collectives.tracing import merge_traces, trace
+from torchext.collectives.wrapping import wrap
 
 __all__ = [
     "CollectiveAbortedError",

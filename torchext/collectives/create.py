@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import torch.distributed as dist
 
 from torchext.collectives import process_group
+from torchext.collectives.explain import explain_on_signal
 from torchext.collectives.mesh import Meeting, fresh
-from torchext.collectives.options import Options
-from torchext.collectives.ordered import OrderedProcessGroup, Wrapped, create_ordered
+from torchext.collectives.options import Options, explains_on_sigusr1
+from torchext.collectives.ordered import OrderedProcessGroup
 from torchext.collectives.world import _host
+from torchext.collectives.wrapping import Wrapped, create_ordered
 
 
 def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
@@ -26,6 +29,8 @@ def create(options: Any, backend_options: Any = None) -> dist.ProcessGroup:
         TypeError: ``backend_options`` is something else.
         CollectiveError: The group cannot be made, as where a rank does not come.
     """
+    if explains_on_sigusr1() and threading.current_thread() is threading.main_thread():
+        explain_on_signal()
     if isinstance(backend_options, Wrapped):
         return create_ordered(options, backend_options)
     if backend_options is not None and not isinstance(backend_options, Options):

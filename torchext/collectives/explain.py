@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
-from torchext.collectives.world import World, worlds
+from torchext.collectives.order import current_sequencer
+from torchext.collectives.world import worlds
 
 
 def explain() -> str:
     """Says in words what each rank of this process's "dfccl" groups waits for, and what this rank has in flight.
 
     From any thread and from signal handlers, also while other threads wait in a collective; it asks no other rank
-    anything and never blocks. A rank is known to wait once it has done so for a tenth of a second.
+    anything and never blocks. A rank is known to wait once it has done so for a tenth of a second. Of the ordered
+    engine, it tells of the time until a collective is launched on the inner group.
 
     Example:
         >>> print(torchext.collectives.explain())
@@ -22,7 +25,11 @@ def explain() -> str:
           rank 1 waits in no collective
           in flight here for 12.0 s: all_reduce(sum, float32, shape (8,)), which needs rank 1
     """
-    return "\n".join(_explain(world) for world in worlds()) or 'this process is in no "dfccl" group'
+    parts = [_explain(world.ranks[world.engine.rank], world.reports(), world.pending()) for world in worlds()]
+    sequencer = current_sequencer()
+    if sequencer is not None:
+        parts.append(_explain(sequencer.rank, sequencer.native.reports(), sequencer.native.pending()))
+    return "\n".join(parts) or 'this process is in no "dfccl" group'
 
 
 def explain_on_signal(signum: int = signal.SIGUSR1) -> None:
@@ -51,17 +58,20 @@ def explain_on_signal(signum: int = signal.SIGUSR1) -> None:
 _NAME = "torchext_explain"
 
 
-def _explain(world: World) -> str:
-    def names(ranks: list[int]) -> str:
-        return ", ".join(f"rank {world.ranks[p]}" for p in ranks) or "nobody: it is under way"
+def _explain(
+    me: int,
+    reports: Sequence[tuple[int, bool, Sequence[tuple[float, Sequence[int], str]]]],
+    pending: Sequence[tuple[float, Sequence[int], str]],
+) -> str:
+    def names(ranks: Sequence[int]) -> str:
+        return ", ".join(f"rank {rank}" for rank in ranks) or "nobody: it is under way"
 
-    me = world.engine.rank
-    lines = [f"ranks {list(world.ranks)}, seen from rank {world.ranks[me]}:"]
-    for p, (gone, _, calls) in enumerate(world.engine.reports()):
+    lines = [f"ranks {[rank for rank, _, _ in reports]}, seen from rank {me}:"]
+    for rank, gone, calls in reports:
         for seconds, ranks, text in calls:
-            lines.append(f"  rank {world.ranks[p]} has waited {seconds:.1f} s for {names(ranks)} in {text}")
+            lines.append(f"  rank {rank} has waited {seconds:.1f} s for {names(ranks)} in {text}")
         if not calls:
-            lines.append(f"  rank {world.ranks[p]} {'has left or died' if gone else 'waits in no collective'}")
-    for seconds, ranks, text in world.engine.pending():
+            lines.append(f"  rank {rank} {'has left or died' if gone else 'waits in no collective'}")
+    for seconds, ranks, text in pending:
         lines.append(f"  in flight here for {seconds:.1f} s: {text}, which needs {names(ranks)}")
     return "\n".join(lines)

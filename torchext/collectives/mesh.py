@@ -140,7 +140,7 @@ def _over_memory(meeting: Meeting, members: Sequence[Any]) -> native.OrderGroup:
                 doorbells[p] = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         meeting.exchange("mapped", True)
         pids = [0 if p == meeting.me else member["pid"] for p, member in enumerate(members)]
-        group = native.OrderGroup.over_memory(meeting.ranks, meeting.me, arena, pids, doorbells)
+        group = native.OrderGroup.over_memory(meeting.ranks, meeting.me, arena, pids, doorbells, place["nonce"])
     except BaseException:
         for doorbell in doorbells:
             if doorbell >= 0:
@@ -180,7 +180,8 @@ def _over_sockets(meeting: Meeting, own_address: str) -> native.OrderGroup:
                 connection.close()  # a stranger, or a member's attempt that it has given up
         meeting.exchange("linked", True)
         sockets = [-1 if link is None else _configured(link).detach() for link in connections]
-        return native.OrderGroup.over_sockets(meeting.ranks, meeting.me, sockets)
+        uid = int.from_bytes(secret[:8], "little")
+        return native.OrderGroup.over_sockets(meeting.ranks, meeting.me, sockets, uid)
 
 
 def _configured(connection: socket.socket) -> socket.socket:

@@ -57,6 +57,7 @@ class Options:
         on_deadlock: What becomes of ranks that block in a circle, each in a call that another would make only later.
             ``"raise"``: each gets a `DeadlockError` that tells the whole circle. ``"defer"``: the blocked calls return,
             and the first use of their tensors waits; `torchext.collectives.deferral` says which uses it cannot see.
+            The ordered engine always raises.
         patience: Polls in vain after which a collective is preempted, at the least; ranks adapt it (see
             `ProcessGroup`).
         chunk_bytes: The largest piece in which a large collective moves, in multiples of 4096.

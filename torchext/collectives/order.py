@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from torchext.collectives.errors import CollectiveError
-from torchext.collectives.sites import CallSite
-from torchext.collectives.threads import OwnThread
+from torchext.collectives.sites import CallSite, told_place
+from torchext.collectives.threads import OwnThread, only_waiting
 from torchext.collectives.work import Promise
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 class Fallible(Protocol):
     """A group, as the sequencer needs it."""
+
+    def where(self) -> str:
+        """The group and this rank in it, in words."""
 
     def on_fallen(self, rank: int) -> None:
         """A member has died or aborted. In the sequencer's own thread."""
@@ -47,14 +50,18 @@ class Sequencer:
         self._launching = threading.RLock()  # held from taking a collective out of the order until it is launched
         self._lock = threading.Lock()
         self._groups: dict[int, tuple[native.OrderGroup, Fallible]] = {}  # guarded by _lock
+        self._num_ending = 0  # guarded by _lock; launched works whose futures have not called back yet
+        self.rank = -1  # of this process, as its groups have it
         self.forked = False  # whether this process is a child of the one whose sequencer it is
         self._thread = OwnThread(target=self._serve, name="dfccl-order", daemon=True)
         self._thread.start()
         _forget_after_fork(weakref.ref(self))
 
-    def add(self, links: native.OrderGroup, group: Fallible) -> None:
+    def add(self, links: native.OrderGroup, group: Fallible, rank: int) -> None:
+        """Takes a group; ``rank`` is the global one of this process."""
         self.native.add(links)
         with self._lock:
+            self.rank = rank
             self._groups[links.id] = links, group
 
     def leave(self, links: native.OrderGroup, reason: str, aborted: bool) -> None:
@@ -87,9 +94,30 @@ class Sequencer:
         end = time.monotonic() + timeout_s
         while not work.launched:
             left_s = end - time.monotonic() if timeout_s else 3600.0
-            if not self.native.wait(work.handle, max(left_s, 0.0)) and timeout_s and time.monotonic() >= end:
+            if (
+                not self.native.wait(work.handle, max(left_s, 0.0), self._look)
+                and timeout_s
+                and time.monotonic() >= end
+            ):
                 self.native.cancel(work.handle, f"wait(timeout={timeout_s:g} s) was called for it and is over")
             self.launch_ready()
+
+    def future_begins(self) -> None:
+        """A work is launched whose future may have callbacks, which may issue collectives."""
+        with self._lock:
+            self._num_ending += 1
+
+    def future_has_ended(self) -> None:
+        with self._lock:
+            self._num_ending -= 1
+
+    def _look(self, group_id: int, blocked: Collection[int], issuers: Collection[tuple[int, int]]) -> tuple[str, bool]:
+        """For the orderer: where the calling thread waits, and whether the process can issue a collective meanwhile."""
+        with self._lock:
+            _, group = self._groups.get(group_id, (None, None))
+            ending = self._num_ending
+        where = told_place(group.where() if group is not None else "")
+        return where, ending == 0 and only_waiting(blocked, issuers)
 
     def _serve(self) -> None:
         while self.native.background():
@@ -121,6 +149,12 @@ def join_sequencer() -> Sequencer:
             atexit.register(_leave_all)
         _process.num_groups += 1
         return _process.sequencer
+
+
+def current_sequencer() -> Sequencer | None:
+    """That of this process, if it has ordered groups."""
+    sequencer = _process.sequencer
+    return sequencer if sequencer is not None and not sequencer.forked else None
 
 
 def leave_sequencer(sequencer: Sequencer) -> None:
@@ -256,6 +290,7 @@ class OrderedWork(dist.Work):
             devices: list[Any] = list({t.device for t in self._outputs if t.device.type != "cpu"})
             promise = self._promise = Promise(devices)
             launched = self.launched
+        self._sequencer.native.watch(self.handle)
         if launched:
             self._feed(promise)
         return promise.future
@@ -272,13 +307,14 @@ class OrderedWork(dist.Work):
 
     def _source_rank(self) -> int:
         self._sequencer.wait(self, 0.0)
-        return -1 if self._inner is None else int(self._inner._source_rank())
+        return int(self.handle.root)
 
     def _feed(self, promise: Promise) -> None:
         """Has the future complete as the inner work does."""
+        self._sequencer.future_begins()
         if self._inner is None:
             assert self._error is not None
-            promise.keep(self._error)
+            self._keep(promise, self._error)
             return
         try:
             inner = self._inner.get_future()
@@ -290,9 +326,9 @@ class OrderedWork(dist.Work):
             try:
                 done.value()
             except Exception as error:
-                promise.keep(self._describe(self, error))
+                self._keep(promise, self._describe(self, error))
             else:
-                promise.keep(self._outputs)
+                self._keep(promise, self._outputs)
 
         inner.add_done_callback(forward)
 
@@ -300,9 +336,13 @@ class OrderedWork(dist.Work):
         try:
             self.wait()
         except CollectiveError as error:
-            promise.keep(error)
+            self._keep(promise, error)
         else:
-            promise.keep(self._outputs)
+            self._keep(promise, self._outputs)
+
+    def _keep(self, promise: Promise, result: list[torch.Tensor] | Exception) -> None:
+        promise.keep(result)  # runs its callbacks
+        self._sequencer.future_has_ended()
 
 
 class InFlight:

@@ -8,13 +8,11 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
 
 from torchext.collectives.compiling import run_as_written
 from torchext.collectives.errors import (
@@ -23,10 +21,8 @@ from torchext.collectives.errors import (
     CollectiveTimeoutError,
     PeerLostError,
 )
-from torchext.collectives.mesh import connect, fresh
 from torchext.collectives.naming import NamedGroup
-from torchext.collectives.order import InFlight, OrderedWork, Sequencer, join_sequencer, leave_sequencer
-from torchext.collectives.process_group import ProcessGroup
+from torchext.collectives.order import InFlight, OrderedWork, Sequencer, leave_sequencer
 from torchext.collectives.requests import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -36,11 +32,17 @@ from torchext.collectives.requests import (
     DTYPES,
     GATHER,
     NO_REDUCE,
-    NUM_REDUCE_OPS,
     REDUCE,
     REDUCE_SCATTER,
     SCATTER,
     SEND,
+    allreduce_options,
+    first,
+    flat,
+    num_bytes,
+    other_dtype,
+    reduce_op_in,
+    root_in,
 )
 from torchext.collectives.sites import call_site
 from torchext.collectives.tags import tag_of
@@ -50,13 +52,6 @@ if TYPE_CHECKING:
     from torchext._native import collectives as native
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class _Members:
-    """As `call_error` wants to know them."""
-
-    ranks: tuple[int, ...]
 
 
 class OrderedProcessGroup(NamedGroup):
@@ -70,8 +65,10 @@ class OrderedProcessGroup(NamedGroup):
     A collective is launched on the inner group once every member has issued it, in an order that is the same on all
     ranks, across all ordered groups that have members in common, and by one thread at a time. So asynchronous calls can
     be issued in any order on each rank, on overlapping groups and by several threads. A blocking call waits where it
-    stands: if each rank waits in one that others would issue only after theirs, they get an error at the timeout. Calls
-    belong together if they agree in group, operation, reduction, dtype, shape, root and `torchext.tag`.
+    stands: if ranks wait in a circle, each in a call that another would issue only later, all of them get a
+    `DeadlockError` within a second, or a `CollectiveMismatchError` if they wait on one group; such waits are not put
+    off here, whatever ``on_deadlock`` says. Calls belong together if they agree in group, operation, reduction, dtype,
+    shape, root and `torchext.tag`.
 
     The returned works are asynchronous. ``wait()`` blocks the host until the collective is launched and from then on
     does what the inner work's does: over NCCL, the caller's stream waits and the host does not. The collective itself
@@ -103,7 +100,7 @@ class OrderedProcessGroup(NamedGroup):
         super().__init__(rank, len(ranks), timeout)
         self._inner = inner
         self._rank = rank
-        self._members = _Members(tuple(ranks))
+        self._ranks = tuple(ranks)
         self._everyone = list(range(len(ranks)))
         self.owns_inner = owns_inner  # it was made for this group
         self._in_flight = InFlight()
@@ -114,7 +111,7 @@ class OrderedProcessGroup(NamedGroup):
         self._coalesced: list[OrderedWork] | None = None
         self._links = links
         self._sequencer = sequencer
-        sequencer.add(links, self)
+        sequencer.add(links, self, ranks[rank])
 
     # --- What torch.distributed asks of a group ----------------------------------------------------------------------
 
@@ -143,10 +140,11 @@ class OrderedProcessGroup(NamedGroup):
         """Counts of this rank, over all its ordered groups.
 
         Returns:
-            ``issued``: collectives; ``queue_depth``: of them, those that are not launched yet.
+            ``issued``: collectives; ``queue_depth``: of them, those that are not launched yet; ``deadlocks``: circles
+            in which this rank was found.
         """
-        issued, active = self._sequencer.native.counts()
-        return {"issued": issued, "queue_depth": active}
+        issued, active, deadlocks = self._sequencer.native.counts()
+        return {"issued": issued, "queue_depth": active, "deadlocks": deadlocks}
 
     def leave(self, reason: str, *, aborted: bool) -> None:
         """For `shutdown`, `abort` and the sequencer."""
@@ -178,23 +176,25 @@ class OrderedProcessGroup(NamedGroup):
     # --- Collectives -------------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        like = _first(tensors)
-        return self._order("allreduce", ALL_REDUCE, like, [like], (tensors, *args), kwargs, reduce_op=_op(args, kwargs))
+        like = first(tensors)
+        return self._order(
+            "allreduce", ALL_REDUCE, like, [like], (tensors, *args), kwargs, reduce_op=reduce_op_in(args, kwargs)
+        )
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> dist.Work:
-        return self._join([self.allreduce([t], *_allreduce_options(opts)) for t in tensors], list(tensors))
+        return self._join([self.allreduce([t], *allreduce_options(opts)) for t in tensors], list(tensors))
 
     def reduce(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        like = _first(tensors)
-        root, code = _root(args, kwargs), _op(args, kwargs)
+        like = first(tensors)
+        root, code = root_in(args, kwargs), reduce_op_in(args, kwargs)
         return self._order("reduce", REDUCE, like, [like], (tensors, *args), kwargs, root=root, reduce_op=code)
 
     def broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        like = _first(tensors)
-        return self._order("broadcast", BROADCAST, like, [like], (tensors, *args), kwargs, root=_root(args, kwargs))
+        like = first(tensors)
+        return self._order("broadcast", BROADCAST, like, [like], (tensors, *args), kwargs, root=root_in(args, kwargs))
 
     def allgather(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        like, outputs = _first(input_tensors), _flat(output_tensors)
+        like, outputs = first(input_tensors), flat(output_tensors)
         # Sizes may differ between members; all know all of them.
         identity = [d for t in outputs for d in (t.dim(), *t.shape)]
         arguments = (output_tensors, input_tensors, *args)
@@ -220,26 +220,26 @@ class OrderedProcessGroup(NamedGroup):
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def gather(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        like, root = _first(input_tensors), _root(args, kwargs)
+        like, root = first(input_tensors), root_in(args, kwargs)
         arguments = (output_tensors, input_tensors, *args)
-        return self._order("gather", GATHER, like, _flat(output_tensors), arguments, kwargs, root=root)
+        return self._order("gather", GATHER, like, flat(output_tensors), arguments, kwargs, root=root)
 
     def scatter(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        like, root = _first(output_tensors), _root(args, kwargs)
+        like, root = first(output_tensors), root_in(args, kwargs)
         arguments = (output_tensors, input_tensors, *args)
         return self._order("scatter", SCATTER, like, [like], arguments, kwargs, root=root)
 
     def reduce_scatter(self, output_tensors: Any, input_tensors: Any, *args: Any, **kwargs: Any) -> dist.Work:
-        like = _first(output_tensors)
+        like = first(output_tensors)
         # Parts may differ in size; all members know all of them.
-        identity = [d for t in _flat(input_tensors) for d in (t.dim(), *t.shape)]
-        arguments, code = (output_tensors, input_tensors, *args), _op(args, kwargs)
+        identity = [d for t in flat(input_tensors) for d in (t.dim(), *t.shape)]
+        arguments, code = (output_tensors, input_tensors, *args), reduce_op_in(args, kwargs)
         return self._order(
             "reduce_scatter", REDUCE_SCATTER, like, [like], arguments, kwargs, reduce_op=code, identity=identity
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, *args: Any, **kwargs: Any) -> dist.Work:
-        arguments, code = (output, input, *args), _op(args, kwargs)
+        arguments, code = (output, input, *args), reduce_op_in(args, kwargs)
         return self._order(_REDUCE_SCATTER_SINGLE, REDUCE_SCATTER, output, [output], arguments, kwargs, reduce_op=code)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -261,7 +261,7 @@ class OrderedProcessGroup(NamedGroup):
         self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], *args: Any, **kwargs: Any
     ) -> dist.Work:
         like = input_tensors[self._rank]
-        sizes = [_bytes(t) for t in input_tensors], [_bytes(t) for t in output_tensors]
+        sizes = [num_bytes(t) for t in input_tensors], [num_bytes(t) for t in output_tensors]
         arguments = (output_tensors, input_tensors, *args)
         # Each two members may have their own sizes, and no member knows all: no shape can tell these calls apart.
         return self._order(
@@ -292,13 +292,35 @@ class OrderedProcessGroup(NamedGroup):
         return self._order("barrier", BARRIER, None, [], args, kwargs)
 
     def send(self, tensors: Any, dst_rank: int, tag: int = 0) -> dist.Work:
-        return self._between("send", _first(tensors), (tensors, dst_rank, tag), self._rank, dst_rank, tag)
+        return self._between("send", first(tensors), (tensors, dst_rank, tag), self._rank, dst_rank, tag)
 
     def recv(self, tensors: Any, src_rank: int, tag: int = 0) -> dist.Work:
-        return self._between("recv", _first(tensors), (tensors, src_rank, tag), src_rank, self._rank, tag)
+        return self._between("recv", first(tensors), (tensors, src_rank, tag), src_rank, self._rank, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> dist.Work:
-        raise NotImplementedError("ordered groups cannot receive from an unnamed source; give recv its src")
+        """Receives from whichever member sends first; ``work._source_rank()`` says who it was."""
+        self._require_open()
+        tensor = first(tensors)
+        sources = [rank for rank in self._everyone if rank != self._rank]
+        if not sources:
+            raise ValueError("there is no other rank in the group to receive from")
+
+        def start() -> dist.Work:
+            inner: dist.Work = self._inner.recv(tensors, work.handle.root, tag)
+            return self._launched(inner)
+
+        work = self._work(start, tensor, [tensor], self._timeout_s)
+        work.handle = self._sequencer.native.issue_any(
+            self._links,
+            _dtype_of(tensor),
+            tensor.shape,
+            tag_of(tensor) + (f"#{tag}" if tag else ""),
+            sources,
+            num_bytes(tensor),
+            self._timeout_s,
+            work,
+        )
+        return self._issued(work)
 
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalesced = []
@@ -314,7 +336,7 @@ class OrderedProcessGroup(NamedGroup):
     ) -> dist.Work:
         if sender == receiver:
             raise ValueError("a rank cannot send to itself, or receive from itself")
-        size = _bytes(tensor)
+        size = num_bytes(tensor)
         sends = sender == self._rank
         # Of the two, the sender first.
         sizes = [-1, size if sends else -1], [-1 if sends else size, -1]
@@ -366,12 +388,7 @@ class OrderedProcessGroup(NamedGroup):
             members: Places of those who take part, if not all.
             tag: Added to the user's.
         """
-        if self._closed:
-            raise CollectiveAbortedError(f"{self._closed}; make a new one to go on")
-        if self._sequencer.forked:
-            raise CollectiveError(
-                "this process was forked from a member of the process group and is not a member itself"
-            )
+        self._require_open()
         timeout_s = self._timeout_s
         will_wait = False
         opts: Any = kwargs.get("opts", args[-1] if args else None)
@@ -384,33 +401,18 @@ class OrderedProcessGroup(NamedGroup):
         launch = getattr(self._inner, method)
 
         def start() -> dist.Work:
-            work: dist.Work = launch(*args, **kwargs)
-            self._in_flight.add(work)
-            if self._someone_fell.is_set():  # between its turn and now: `on_fallen` may not have seen it in flight
-                self._abort_inner()
-            return work
+            inner: dist.Work = launch(*args, **kwargs)
+            return self._launched(inner)
 
-        device = like.device if like is not None and like.is_cuda else None
-        work = OrderedWork(
-            self._sequencer,
-            start if device is None else _after_the_stream(device, start),
-            outputs,
-            call_site(3),
-            lambda work, error: self._error_of(work, error, timeout_s),
-        )
-        dtype = 0
-        shape: Sequence[int] = ()
-        if like is not None:
-            shape = like.shape
-            dtype = DTYPES[like.dtype] if like.dtype in DTYPES else _other(like.dtype)
+        work = self._work(start, like, outputs, timeout_s)
         work.handle = self._sequencer.native.issue(
             self._links,
             kind,
             reduce_op,
-            dtype,
+            0 if like is None else _dtype_of(like),
             root,
             peer,
-            shape,
+            () if like is None else like.shape,
             identity,
             tag_of(like) + tag,
             self._everyone if members is None else members,
@@ -420,6 +422,35 @@ class OrderedProcessGroup(NamedGroup):
             will_wait,
             work,
         )
+        return self._issued(work)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise CollectiveAbortedError(f"{self._closed}; make a new one to go on")
+        if self._sequencer.forked:
+            raise CollectiveError(
+                "this process was forked from a member of the process group and is not a member itself"
+            )
+
+    def _work(
+        self, start: Callable[[], dist.Work], like: Tensor | None, outputs: list[Tensor], timeout_s: float
+    ) -> OrderedWork:
+        """A work that ``start`` launches."""
+        return OrderedWork(
+            self._sequencer,
+            start if like is None or not like.is_cuda else _after_the_stream(like.device, start),
+            outputs,
+            call_site(3),
+            lambda work, error: self._error_of(work, error, timeout_s),
+        )
+
+    def _launched(self, inner: dist.Work) -> dist.Work:
+        self._in_flight.add(inner)
+        if self._someone_fell.is_set():  # between its turn and now: `on_fallen` may not have seen it in flight
+            self._abort_inner()
+        return inner
+
+    def _issued(self, work: OrderedWork) -> OrderedWork:
         self._sequencer.launch_ready()
         if self._coalesced is not None:
             self._coalesced.append(work)
@@ -430,18 +461,18 @@ class OrderedProcessGroup(NamedGroup):
 
     def _row_bytes(self, tensor: Tensor, splits: Sequence[int]) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else 0
-        row = _bytes(tensor) // rows if rows else 0
-        return [split * row for split in splits] if len(splits) else [_bytes(tensor) // self.size()] * self.size()
+        row = num_bytes(tensor) // rows if rows else 0
+        return [split * row for split in splits] if len(splits) else [num_bytes(tensor) // self.size()] * self.size()
 
-    def _where(self) -> str:
+    def where(self) -> str:
+        """The group and this rank in it, in words."""
         desc = f" ({self._desc})" if self._desc not in ("", "undefined") else ""
-        ranks = self._members.ranks
+        ranks = self._ranks
         return f"group {self._name!r}{desc} of ranks {list(ranks)} at rank {ranks[self._rank]}"
 
     def _error_of(self, work: OrderedWork, error: Exception | None, timeout_s: float) -> CollectiveError:
         """What to raise for a call that was not launched, or that the inner group failed with ``error``."""
-        told: Any = self._members
-        failed = call_error(work.handle, told, self._where(), timeout_s, work.site)
+        failed = call_error(work.handle, work.handle.culprits, self.where(), timeout_s, work.site)
         if error is None:
             return failed
         kind: type[CollectiveError] = CollectiveError
@@ -472,101 +503,8 @@ _ALL_GATHER_SINGLE, _REDUCE_SCATTER_SINGLE, _ALL_TO_ALL_SINGLE = (
 )
 
 
-@dataclass(frozen=True)
-class Wrapped:
-    """As ``pg_options``: the group to put in order."""
-
-    inner: dist.ProcessGroup
-
-
-def wrap(group: dist.ProcessGroup | None = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Makes a group of the same members whose collectives run on ``group``, in an order that cannot deadlock.
-
-    Every member must call it, and issue through the result, not through ``group``, from then on. Groups that overlap
-    must all be wrapped; what is not is not in the order. Blocks until all members have called it. The result ends with
-    `dist.destroy_process_group`, or with that of the default group; ``group`` stays as it is.
-
-    Args:
-        group: Any group of `torch.distributed`, of any backend. None: the default group.
-        timeout: Of each collective until it is launched. None: half an hour, as torch has it.
-
-    Returns:
-        An `OrderedProcessGroup`; ``group`` itself if it cannot deadlock anyway.
-
-    Raises:
-        ValueError: This rank is not a member.
-        CollectiveError: As `torchext.collectives.mesh.connect`.
-
-    Example:
-        >>> pg = torchext.collectives.wrap(dist.new_group([0, 1], backend="nccl"))
-        >>> work = dist.all_reduce(tensor, group=pg, async_op=True)
-    """
-    inner = dist.group.WORLD if group is None else group
-    if not isinstance(inner, dist.ProcessGroup):
-        raise ValueError("wrap: this rank is not a member of the group, or init_process_group has not been called")
-    if isinstance(inner, (OrderedProcessGroup, ProcessGroup)):
-        return inner
-    ranks = dist.get_process_group_ranks(inner)
-    rank = inner.rank()
-    # What dist.new_group does, but for its two ways to find a name: one must be called by all ranks, and the other
-    # counts the groups that the process has, of which members may have different numbers. Here it is that of the inner
-    # group and how often that has been wrapped, which each member counts in the store.
-    torch_groups = dist.distributed_c10d
-    store = torch_groups._get_default_store()
-    count = store.add(f"torchext/wraps/{inner.group_name}/{ranks[rank]}", 1)
-    made, _ = torch_groups._new_process_group_helper(
-        len(ranks),
-        rank,
-        ranks,
-        dist.Backend("dfccl"),
-        store,
-        torch_groups.GroupName(f"{inner.group_name}/ordered/{count}"),
-        backend_options=Wrapped(inner),
-        timeout=timeout or torch_groups._get_default_timeout(dist.Backend("dfccl")),
-        group_desc=f"ordered {inner.group_desc}",
-    )
-    torch_groups._world.pg_group_ranks[made] = {r: place for place, r in enumerate(ranks)}
-    assert isinstance(made, OrderedProcessGroup)
-    return made
-
-
-def create_ordered(options: Any, wrapped: Wrapped | None) -> OrderedProcessGroup:
-    """Makes the group for `torch.distributed`; all its members must call it.
-
-    Args:
-        options: What torch says of the group.
-        wrapped: The group to put in order. None: one of its own, gloo for CPU tensors, and NCCL for CUDA tensors where
-            there are any.
-
-    Raises:
-        CollectiveError: As `torchext.collectives.mesh.connect`.
-    """
-    rank: int = options.group_rank
-    ranks: list[int] = list(options.global_ranks_in_group) or list(range(options.group_size))
-    store = fresh(options.store, "order", rank)
-    sequencer = join_sequencer()
-    try:
-        # Before the inner group: it names those who do not come.
-        links = connect(store, rank, ranks, options.timeout, sequencer.native.doorbell)
-        inner = _make_inner(store, rank, len(ranks), options.timeout) if wrapped is None else wrapped.inner
-        return OrderedProcessGroup(inner, sequencer, links, rank, ranks, options.timeout, owns_inner=wrapped is None)
-    except BaseException:
-        leave_sequencer(sequencer)
-        raise
-
-
-def _make_inner(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
-    inner = dist.ProcessGroup(store, rank, size)
-    kinds = dist.ProcessGroup.BackendType
-    inner._set_default_backend(kinds.GLOO)
-    gloo = dist.ProcessGroupGloo(PrefixStore("cpu", store), rank, size, timeout=timeout)
-    inner._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    if torch.cuda.is_available() and dist.is_nccl_available():
-        own = dist.ProcessGroupNCCL.Options()
-        own._timeout = timeout
-        nccl = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, own)
-        inner._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-    return inner
+def _dtype_of(tensor: Tensor) -> int:
+    return DTYPES[tensor.dtype] if tensor.dtype in DTYPES else other_dtype(tensor.dtype)
 
 
 def _after_the_stream(device: torch.device, start: Callable[[], dist.Work]) -> Callable[[], dist.Work]:
@@ -580,49 +518,3 @@ def _after_the_stream(device: torch.device, start: Callable[[], dist.Work]) -> C
             return start()
 
     return launch
-
-
-def _first(tensors: Any) -> Tensor:
-    return tensors if isinstance(tensors, Tensor) else tensors[0]
-
-
-def _flat(tensors: Any) -> list[Tensor]:
-    return [t for part in tensors for t in ([part] if isinstance(part, Tensor) else part)]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _other(dtype: torch.dtype) -> int:
-    """A number, the same on all ranks, for a dtype that is not in the table."""
-    return len(DTYPES) + sum(str(dtype).encode()) % 200
-
-
-def _root(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    if "root" in kwargs:
-        return int(kwargs["root"])
-    for arg in (*args, *kwargs.values()):
-        if isinstance(arg, int):
-            return arg
-        if hasattr(arg, "rootRank"):
-            return int(arg.rootRank)
-    return 0
-
-
-def _op(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
-    code = 0
-    for arg in (*args, *kwargs.values()):
-        if hasattr(arg, "reduceOp"):
-            code = hash(arg.reduceOp)
-        elif isinstance(arg, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
-            code = hash(arg)
-    return code if 0 <= code < NUM_REDUCE_OPS else NO_REDUCE  # the inner group knows what it takes
-
-
-def _allreduce_options(opts: Any) -> list[Any]:
-    if opts is None:
-        return []
-    given = dist.AllreduceOptions()
-    given.reduceOp = opts.reduceOp
-    return [given]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 Tensor = torch.Tensor
 
@@ -122,3 +123,52 @@ def write_back(copies: CopyBack) -> None:
     for tensor, buffer in copies:
         target: Callable[[Tensor], Tensor] = tensor.detach().copy_
         target(torch.view_as_complex(buffer) if tensor.is_complex() else buffer)
+
+
+# --- What calls for other backends say of themselves ------------------------------------------------------------------
+
+
+def first(tensors: Any) -> Tensor:
+    return tensors if isinstance(tensors, Tensor) else tensors[0]
+
+
+def flat(tensors: Any) -> list[Tensor]:
+    return [t for part in tensors for t in ([part] if isinstance(part, Tensor) else part)]
+
+
+def num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def other_dtype(dtype: torch.dtype) -> int:
+    """A number, the same on all ranks, for a dtype that is not in the table."""
+    return len(DTYPES) + sum(str(dtype).encode()) % 200
+
+
+def root_in(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    if "root" in kwargs:
+        return int(kwargs["root"])
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, int):
+            return arg
+        if hasattr(arg, "rootRank"):
+            return int(arg.rootRank)
+    return 0
+
+
+def reduce_op_in(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    code = 0
+    for arg in (*args, *kwargs.values()):
+        if hasattr(arg, "reduceOp"):
+            code = hash(arg.reduceOp)
+        elif isinstance(arg, (dist.ReduceOp, dist.ReduceOp.RedOpType)):
+            code = hash(arg)
+    return code if 0 <= code < NUM_REDUCE_OPS else NO_REDUCE  # the inner group knows what it takes
+
+
+def allreduce_options(opts: Any) -> list[Any]:
+    if opts is None:
+        return []
+    given = dist.AllreduceOptions()
+    given.reduceOp = opts.reduceOp
+    return [given]

@@ -17,3 +17,10 @@ def call_site(depth: int = 1) -> CallSite | None:
             return frame.f_code, frame.f_lineno
         frame = frame.f_back
     return None  # called from C++, as by autograd's threads
+
+
+def told_place(where: str) -> str:
+    """Goes after the name of a call: on which group it is, and the line that waits for it."""
+    site = call_site(2)
+    place = f", at {site[0].co_filename}:{site[1]}" if site is not None else ""
+    return f" on {where}{place}" if where else place

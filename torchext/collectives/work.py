@@ -39,18 +39,19 @@ _ERRORS: dict[int, type[CollectiveError]] = {
 _DEFERRED = 2  # what a wait for a native call returns
 
 
-def call_error(call: native.Call, world: World, where: str, timeout_s: float, site: CallSite | None) -> CollectiveError:
+def call_error(
+    call: native.Call | native.Ordered, ranks: Sequence[int], where: str, timeout_s: float, site: CallSite | None
+) -> CollectiveError:
     """Tells what failed, where, after what time and why.
 
     Args:
         call: The failed call.
-        world: Its world.
+        ranks: Global ranks that are the cause.
         where: Names the group and this rank in it.
         timeout_s: What the call was given.
         site: Where it was issued, if that is known.
     """
     kind = _ERRORS.get(call.code, CollectiveError)
-    ranks = [world.ranks[p] for p in call.culprits]
     issued = f", issued at {site[0].co_filename}:{site[1]}" if site is not None else ""
     message = (
         f"{call.text} on {where} failed after {call.elapsed_s:.1f} s (timeout {timeout_s:g} s){issued}: {call.error}"
@@ -162,7 +163,8 @@ class CallWork(dist.Work):
         """The error, once it has failed; else None."""
         if not self._call.done() or self._call.code == 0:
             return None
-        return call_error(self._call, self._world, self._where, self._timeout_s, self._site)
+        culprits = self._world.global_ranks(self._call.culprits)
+        return call_error(self._call, culprits, self._where, self._timeout_s, self._site)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """The future of the list of output tensors; it completes once they are there, whether or not anyone waits.

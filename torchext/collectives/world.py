@@ -23,7 +23,7 @@ from torchext._optional import require_native
 from torchext.collectives.deferral import deferrals
 from torchext.collectives.errors import CollectiveError, CollectiveTimeoutError
 from torchext.collectives.options import Options
-from torchext.collectives.sites import call_site
+from torchext.collectives.sites import told_place
 from torchext.collectives.threads import OwnThread, only_waiting
 
 if TYPE_CHECKING:
@@ -79,6 +79,21 @@ class World:
         text = json.dumps([list(ranks), desc, count])
         uid = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") | 1  # 0 means all groups
         return self.engine.group([self.ranks.index(rank) for rank in ranks], uid), uid
+
+    def global_ranks(self, ranks: Collection[int]) -> list[int]:
+        """Of ranks in this world."""
+        return [self.ranks[rank] for rank in ranks]
+
+    def reports(self) -> list[tuple[int, bool, list[tuple[float, list[int], str]]]]:
+        """For each global rank: whether it is gone, and what it waits for: since when (s), for which ranks, what."""
+        return [
+            (self.ranks[p], gone, [(seconds, self.global_ranks(ranks), text) for seconds, ranks, text in calls])
+            for p, (gone, _, calls) in enumerate(self.engine.reports())
+        ]
+
+    def pending(self) -> list[tuple[float, list[int], str]]:
+        """This rank's calls in flight: since when (s), for which global ranks, what."""
+        return [(seconds, self.global_ranks(ranks), text) for seconds, ranks, text in self.engine.pending()]
 
     def watch(self, call: native.Call, watched: Watched) -> None:
         """Has ``watched.on_finished()`` called once the call has finished; at once if it has already."""
@@ -151,10 +166,8 @@ def _look(
 ) -> tuple[str, bool]:
     """For the engine: where the calling thread waits, and whether the process can issue a collective meanwhile."""
     world = ref()
-    site = call_site()
-    place = f", at {site[0].co_filename}:{site[1]}" if site is not None else ""
-    where = f" on {world.where.get(group, 'a group')}" if world is not None else ""
-    return f"{where}{place}", only_waiting(blocked, issuers)
+    where = world.where.get(group, "a group") if world is not None else ""
+    return told_place(where), only_waiting(blocked, issuers)
 
 
 def meet(store: Store, rank: int, ranks: Sequence[int], timeout: timedelta, options: Options) -> World:

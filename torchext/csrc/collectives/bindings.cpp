@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "engine.hpp"
+#include "look.hpp"
 
 namespace torchext::collectives {
 namespace {
@@ -39,38 +40,10 @@ struct Group {
     }
 };
 
-// Looks at the program for the engine, see World.set_look; shared by a world and its calls.
+// See World.set_look; shared by a world and its calls.
 struct Look {
     py::object function;
 };
-
-Caller caller(const Look& look) {  // which lives as long as the call
-    Caller caller;
-    caller.interrupted = [] {
-        py::gil_scoped_acquire gil;
-        return PyErr_CheckSignals() != 0;
-    };
-    caller.look = [&look](std::uint64_t group, const std::vector<std::uint64_t>& blocked,
-                         const std::vector<Issuer>& issuers) {
-        py::gil_scoped_acquire gil;
-        Caller::Sight sight;
-        if (!look.function) return sight;
-        std::vector<std::pair<std::uint64_t, int>> pairs;
-        for (const auto& issuer : issuers) pairs.emplace_back(issuer.thread, issuer.tid);
-        try {
-            const auto found = look.function(group, blocked, pairs).cast<std::pair<std::string, bool>>();
-            sight = {found.first, found.second};
-        } catch (py::error_already_set& error) {
-            error.discard_as_unraisable("torchext.collectives, looking for deadlocks");
-        }
-        return sight;
-    };
-    return caller;
-}
-
-void raise_if_interrupted() {
-    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-}
 
 void require_member(const Engine& engine) {
     if (engine.forked()) {
@@ -95,7 +68,7 @@ struct Handle {
         Waited waited{};
         {
             py::gil_scoped_release release;
-            waited = engine->wait(op, deadline, caller(*look), deferrable);
+            waited = engine->wait(op, deadline, caller(look->function), deferrable);
         }
         raise_if_interrupted();
         return waited == Waited::done ? 1 : waited == Waited::deferred ? 2 : 0;
@@ -154,7 +127,7 @@ public:
         {
             py::gil_scoped_release nogil;
             Waited waited{};
-            std::tie(op, waited) = engine_->run(request, caller(*look_));
+            std::tie(op, waited) = engine_->run(request, caller(look_->function));
             ok = waited == Waited::done && op->code == Code::none;
         }
         raise_if_interrupted();

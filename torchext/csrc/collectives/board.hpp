@@ -4,6 +4,7 @@
 // each report. A report that was read under one version at two times was true all the time in between.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -11,73 +12,8 @@
 #include <optional>
 #include <string>
 #include <utility>
-#include <vector>
 
 namespace torchext::collectives {
-
-// One call that a thread waits for.
-struct Blocked {
-    std::int64_t since = 0;  // CLOCK_MONOTONIC, ns
-    std::uint64_t group = 0;
-    std::uint64_t tag = 0;     // its hash
-    bool deferrable = false;   // the thread may go on, and its tensor wait
-    bool any = false;          // one of them is enough
-    bool future = false;       // no thread waits; what is chained to its future may issue calls when it is done
-    std::vector<int> waits_for;  // world ranks that must make the call and have not
-    std::string text;            // the call and where it is, in words
-};
-
-struct Report {
-    bool stuck = false;  // no thread of the rank can issue a call before one of these is done
-    std::vector<Blocked> blocked;
-
-    std::string encode() const {
-        std::string out;
-        auto number = [&out](std::uint64_t value) { out.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
-        number(stuck);
-        number(blocked.size());
-        for (const auto& b : blocked) {
-            number(static_cast<std::uint64_t>(b.since));
-            number(b.group);
-            number(b.tag);
-            number(static_cast<std::uint64_t>(b.deferrable) | static_cast<std::uint64_t>(b.future) << 1 |
-                   static_cast<std::uint64_t>(b.any) << 2);
-            number(b.waits_for.size());
-            for (const int p : b.waits_for) number(static_cast<std::uint64_t>(p));
-            number(b.text.size());
-            out += b.text;
-        }
-        return out;
-    }
-
-    static Report decode(const std::string& bytes) {
-        Report report;
-        std::size_t position = 0;
-        auto number = [&] {
-            std::uint64_t value = 0;
-            std::memcpy(&value, bytes.data() + position, sizeof(value));
-            position += sizeof(value);
-            return value;
-        };
-        report.stuck = number() != 0;
-        report.blocked.resize(number());
-        for (auto& b : report.blocked) {
-            b.since = static_cast<std::int64_t>(number());
-            b.group = number();
-            b.tag = number();
-            const std::uint64_t flags = number();
-            b.deferrable = (flags & 1) != 0;
-            b.future = (flags & 2) != 0;
-            b.any = (flags & 4) != 0;
-            b.waits_for.resize(number());
-            for (int& p : b.waits_for) p = static_cast<int>(number());
-            b.text.resize(number());
-            b.text.assign(bytes, position, b.text.size());
-            position += b.text.size();
-        }
-        return report;
-    }
-};
 
 // Lies in shared memory. Each word is stored with release and loaded with acquire, so that a reader who sees a word of
 // a report also sees the odd version that came before it, and finds that the version has changed.

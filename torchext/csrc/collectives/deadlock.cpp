@@ -14,35 +14,9 @@
 // naming the report that it is about; a rank whose report has changed since takes no notice.
 #if defined(__linux__)
 
-#include <cstdio>
-#include <iterator>
-
 #include "engine.hpp"
 
 namespace torchext::collectives {
-
-namespace {
-
-std::string seconds(Nanoseconds time) {
-    char text[32];
-    std::snprintf(text, sizeof(text), "%.1f s", static_cast<double>(time) * 1e-9);
-    return text;
-}
-
-}  // namespace
-
-void Engine::note_issuer() {
-    static std::atomic<std::uint64_t> engines{0};
-    thread_local std::uint64_t noted = 0;  // the engine that knows this thread; a thread seldom uses two in turn
-    if (serial_ == 0) serial_ = engines.fetch_add(1, std::memory_order_relaxed) + 1;
-    if (noted == serial_) return;
-    noted = serial_;
-    const auto self = static_cast<std::uint64_t>(pthread_self());
-    for (const auto& issuer : issuers_) {
-        if (issuer.thread == self) return;
-    }
-    issuers_.push_back({self, static_cast<int>(syscall(SYS_gettid))});
-}
 
 void Engine::withdraw() {
     published_ = 0;
@@ -56,7 +30,7 @@ void Engine::consider(std::unique_lock<std::mutex>& lock, Waiter& waiter, const 
         const std::uint64_t seen = activity_;
         std::vector<std::uint64_t> threads;
         for (const auto* other : waiters_) threads.push_back(other->thread);
-        const std::vector<Issuer> issuers = issuers_;
+        const std::vector<Issuer> issuers = issuers_.all();
         const std::uint64_t group = waiter.op->group_uid;
         lock.unlock();
         Caller::Sight sight = caller.look(group, threads, issuers);
@@ -123,27 +97,14 @@ bool Engine::in_transit() const {
 }
 
 void Engine::look_for_deadlock() {
-    std::map<int, std::pair<std::uint64_t, Report>> stuck;  // by rank: version and report
+    std::map<int, Seen> stuck;
     for (int p = 0; p < world_size_; ++p) {
         const auto read = arena_->board(p).read();
         if (!read.has_value() || peers_[at(p)].lost != Code::none) continue;
         Report report = Report::decode(read->second);
-        if (report.stuck) stuck.emplace(p, std::make_pair(read->first, std::move(report)));
+        if (report.stuck) stuck.emplace(p, Seen{read->first, std::move(report)});
     }
-    // Takes away those that can go on, until all that are left wait for each other.
-    for (bool changed = true; changed;) {
-        changed = false;
-        for (auto it = stuck.begin(); it != stuck.end();) {
-            const auto& blocked = it->second.second.blocked;
-            const bool alive = std::any_of(blocked.begin(), blocked.end(), [&](const Blocked& b) {
-                const auto is_stuck = [&](int p) { return stuck.count(p) != 0; };
-                return b.any ? !std::all_of(b.waits_for.begin(), b.waits_for.end(), is_stuck)
-                             : std::none_of(b.waits_for.begin(), b.waits_for.end(), is_stuck);
-            });
-            it = alive ? stuck.erase(it) : std::next(it);
-            changed |= alive;
-        }
-    }
+    keep_deadlocked(stuck);
     if (stuck.count(rank_) == 0) {
         num_sightings_ = 0;
         return;
@@ -156,71 +117,35 @@ void Engine::look_for_deadlock() {
             if (ring.head.load(std::memory_order_acquire) != ring.tail.load(std::memory_order_acquire)) return;
         }
     }
-    for (const auto& [p, report] : stuck) {
-        if (arena_->board(p).version() != report.first) return;
+    for (const auto& [p, seen] : stuck) {
+        if (arena_->board(p).version() != seen.version) return;
     }
     // One is enough to tell all; should it not, because it is stopped, the others do.
     if (stuck.begin()->first == rank_ || ++num_sightings_ > 4) pass_verdict(stuck);
 }
 
-void Engine::pass_verdict(const std::map<int, std::pair<std::uint64_t, Report>>& stuck) {
-    bool deferrable = false;
-    bool one_group = true;
-    const Blocked& first = stuck.begin()->second.second.blocked.front();
-    std::vector<int> members;
-    std::string text;
-    const Nanoseconds t = now();
-    for (const auto& [p, report] : stuck) {
-        members.push_back(p);
-        for (const auto& b : report.second.blocked) {
-            if (b.future) continue;
-            deferrable |= b.deferrable;
-            one_group = one_group && b.group == first.group && b.tag == first.tag;
-            std::string whom;
-            for (const int q : b.waits_for) whom += (whom.empty() ? "" : ", ") + name(q);
-            text += "\n  " + name(p) + " has waited " + seconds(t - b.since) + " for " + whom + " in " + b.text;
-        }
-    }
-    if (text.size() > kMaxText - 500) text = text.substr(0, kMaxText - 500) + " ...";
-    Code code = Code::none;
-    if (!settings_.defer || !deferrable) code = one_group ? Code::mismatch : Code::deadlock;
-    if (code == Code::mismatch) {
-        text = "the ranks of one group wait in calls that differ:" + text +
-               "\nIf they are meant as one call, make them equal. If each rank makes all of them in an order of its own, "
-               "name them with torchext.tag and make them with async_op=True.";
-    } else {
-        text = "these ranks wait for each other, and none can go on:" + text +
-               "\nMake such calls with async_op=True and wait for them later, or set on_deadlock=\"defer\".";
-    }
-    for (const auto& [p, report] : stuck) {
+void Engine::pass_verdict(const std::map<int, Seen>& stuck) {
+    const Circle circle = describe(
+        stuck, [this](int p) { return name(p); }, kMaxText - 500, ", or set on_deadlock=\"defer\"");
+    const Code code = settings_.defer && circle.deferrable ? Code::none : circle.code;
+    for (const auto& [p, seen] : stuck) {
         if (p == rank_) continue;
         VerdictRecord record{};
         record.header.kind = static_cast<std::uint8_t>(RecordKind::verdict);
-        record.version = report.first;
-        record.members = members.size();
+        record.version = seen.version;
+        record.num_members = circle.members.size();
         record.code = static_cast<std::uint32_t>(code);
-        record.text_bytes = static_cast<std::uint32_t>(text.size());
-        std::string rest = text;
-        for (const int member : members) {
-            const auto number = static_cast<std::int32_t>(member);
-            rest.append(reinterpret_cast<const char*>(&number), sizeof(number));
-        }
-        send_record(p, record, rest);
+        record.text_bytes = static_cast<std::uint32_t>(circle.text.size());
+        send_record(p, record, tail(circle.text, circle.members));
     }
-    apply_verdict(code, text, members);
+    apply_verdict(code, circle.text, circle.members);
     wake_touched();
 }
 
 void Engine::on_verdict(const VerdictRecord& record) {
     if (published_ == 0 || record.version != published_) return;
-    const char* bytes = reinterpret_cast<const char*>(&record + 1);
-    std::vector<int> members;
-    for (std::size_t i = 0; i < record.members; ++i) {
-        std::int32_t number = 0;
-        std::memcpy(&number, bytes + record.text_bytes + i * sizeof(number), sizeof(number));
-        members.push_back(number);
-    }
-    apply_verdict(static_cast<Code>(record.code), std::string(bytes, record.text_bytes), members);
+    apply_verdict(static_cast<Code>(record.code), text_after(record, record.text_bytes),
+                  numbers_after(record, record.text_bytes, record.num_members));
 }
 
 void Engine::apply_verdict(Code code, const std::string& text, const std::vector<int>& members) {

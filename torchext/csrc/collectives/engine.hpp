@@ -44,32 +44,17 @@
 #include <vector>
 
 #include "arena.hpp"
+#include "caller.hpp"
 #include "futex.hpp"
 #include "op.hpp"
 #include "peers.hpp"
 #include "primitives.hpp"
+#include "report.hpp"
 #include "ring.hpp"
 #include "stats.hpp"
 #include "wire.hpp"
 
 namespace torchext::collectives {
-
-// A thread that has issued a call: as pthread_self() and as gettid() name it.
-struct Issuer {
-    std::uint64_t thread;
-    int tid;
-};
-
-// What the engine asks of whoever waits; called now and then, in the waiting thread and without the lock.
-struct Caller {
-    struct Sight {
-        std::string where;   // the place in the program that waits, and the group, in words
-        bool quiet = false;  // no thread but those given can issue a call before one of these goes on
-    };
-    std::function<bool()> interrupted;
-    // Empty: of this rank's threads nothing is known, so that no deadlock is found that it takes part in.
-    std::function<Sight(std::uint64_t group, const std::vector<std::uint64_t>& blocked, const std::vector<Issuer>&)> look;
-};
 
 // What happened from `begin` to `end`, for a trace.
 struct Event {
@@ -161,7 +146,8 @@ private:
     static constexpr std::size_t kMaxEagerAhead = 4 << 20;  // unread payload that one peer may have to keep
     static constexpr std::size_t kMaxEvents = 1 << 20;      // of a trace; later ones are dropped
     static constexpr std::size_t kMaxTag = 200;             // of which peers are told
-    static constexpr std::size_t kMaxText = 3500;           // of a record; the smallest ring has to hold it
+    static constexpr std::size_t kMaxText = 3500;           // of a record; the smallest ring has to hold it twice,
+    static constexpr std::size_t kMaxCulprits = 500;        // with these
 
     // A call that a peer has issued and this rank has not.
     struct Unexpected {
@@ -175,7 +161,7 @@ private:
         Code code = Code::none;  // the peer has given up on it
         Code cause = Code::none;
         std::string error;
-        int culprit = -1;
+        std::vector<int> culprits;
     };
 
     struct KeyQueue {
@@ -352,7 +338,6 @@ private:
 
     // ---- Deadlocks -------------------------------------------------------------------------------------------------
 
-    void note_issuer();
     // To be called before anything that bears on what this rank's threads wait for is seen by others.
     void stir() {
         ++activity_;
@@ -364,7 +349,7 @@ private:
     Blocked blocked(const Op& op) const;
     bool in_transit() const;
     void look_for_deadlock();
-    void pass_verdict(const std::map<int, std::pair<std::uint64_t, Report>>& stuck);
+    void pass_verdict(const std::map<int, Seen>& stuck);
     void apply_verdict(Code code, const std::string& text, const std::vector<int>& members);
 
     std::shared_ptr<Arena> arena_;
@@ -412,8 +397,7 @@ private:
     std::vector<const void*> sources_;
 
     std::vector<Waiter*> waiters_;
-    std::vector<Issuer> issuers_;
-    std::uint64_t serial_ = 0;        // of this engine, among all of the process
+    Issuers issuers_;
     std::uint64_t activity_ = 0;      // changes with whatever bears on what threads wait for
     std::uint64_t published_ = 0;     // the version of the report on the board; 0 for none
     bool published_stuck_ = false;

@@ -88,14 +88,16 @@ void Engine::send_fail(const Op& op, int member) {
     // A timeout or an abort here is, over there, a peer that failed; a death or a mismatch is what it is.
     const bool own = op.code == Code::timeout || op.code == Code::aborted || op.code == Code::peer_failed;
     record.code = static_cast<std::uint32_t>(own ? Code::peer_failed : op.code);
-    record.culprit = own || op.culprits.empty() ? rank_ : op.culprits.front();
+    std::vector<int> culprits = own || op.culprits.empty() ? std::vector<int>{rank_} : op.culprits;
+    if (culprits.size() > kMaxCulprits) culprits.resize(kMaxCulprits);
     std::string text = own && op.code != Code::peer_failed
                            ? name(rank_) + " gave up on it: " + op.error
                            : op.error;
     if (text.size() > kMaxText) text.resize(kMaxText);
     record.cause = static_cast<std::uint32_t>(op.code);
     record.text_bytes = static_cast<std::uint32_t>(text.size());
-    send_record(p, record, text);
+    record.num_culprits = static_cast<std::uint32_t>(culprits.size());
+    send_record(p, record, tail(text, culprits));
 }
 
 // A call on the op's group that a peer made in vain, until its timeout.

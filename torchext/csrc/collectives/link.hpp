@@ -28,6 +28,8 @@ public:
 
     // Takes a whole record, whose header tells its length.
     virtual void send(const std::byte* record) = 0;
+    // The longest record that it can ever send.
+    virtual std::size_t limit() const { return std::size_t{1} << 20; }
     // Sends what was kept; true if something still is.
     virtual bool flush() = 0;
     // Has the peer look, if it sleeps and there may be news for it. After a fence that orders it behind the news.
@@ -58,6 +60,8 @@ public:
         news_ = true;
         if (!kept_.empty() || !put(record)) kept_.emplace_back(record, record + bytes_of(record));
     }
+
+    std::size_t limit() const override { return arena_->ring_bytes() / 2; }
 
     bool flush() override {
         while (!kept_.empty() && put(kept_.front().data())) {

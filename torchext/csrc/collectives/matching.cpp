@@ -6,7 +6,7 @@
 namespace torchext::collectives {
 
 OpPtr Engine::issue_locked(const Request& request, bool will_wait) {
-    note_issuer();
+    issuers_.note();
     stir();
     auto op = std::make_shared<Op>();
     op->signature = request.signature;
@@ -80,7 +80,7 @@ void Engine::post(const OpPtr& op, bool will_wait) {
 
 OpPtr Engine::issue_any(std::vector<Request> choices) {
     Entry entry(*this);
-    note_issuer();
+    issuers_.note();
     stir();
     auto op = std::make_shared<Op>();
     const Request& first = choices.front();
@@ -220,7 +220,7 @@ void Engine::join(const OpPtr& op, int member, const Unexpected& call, const std
     ++op->num_joined;
     op->staged |= call.staged;
     if (call.code != Code::none) {
-        fail(op, call.code, call.error, {call.culprit}, true);
+        fail(op, call.code, call.error, call.culprits, true);
     } else if (op->done) {
         // Finished early, as a sender may, or failed, of which the peer has been told.
     } else if (!op->signature.same_call(call.signature) || call.send_bytes != op->recv[at(member)].bytes ||
@@ -430,11 +430,12 @@ void Engine::on_grant(int p, const GrantRecord& grant) {
 
 void Engine::on_fail(int p, const FailRecord& record) {
     const auto code = static_cast<Code>(record.code);
-    const std::string text(reinterpret_cast<const char*>(&record + 1), record.text_bytes);
+    const std::string text = text_after(record, record.text_bytes);
+    const std::vector<int> culprits = numbers_after(record, record.text_bytes, record.num_culprits);
     for (const auto& op : in_flight()) {
         const int member = op->members->index(p);
         if (member >= 0 && op->peers[at(member)].joined && op->peers[at(member)].id == record.id) {
-            fail(op, code, text, {record.culprit}, false);
+            fail(op, code, text, culprits, false);
             return;
         }
     }
@@ -446,7 +447,7 @@ void Engine::on_fail(int p, const FailRecord& record) {
             call.code = code;
             call.cause = static_cast<Code>(record.cause);
             call.error = text;
-            call.culprit = record.culprit;
+            call.culprits = culprits;
             return;
         }
     }

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "look.hpp"
 #include "order.hpp"
 
 namespace torchext::collectives {
@@ -34,9 +35,9 @@ std::uint64_t hash_of(const std::vector<std::int64_t>& identity) {
     return h;
 }
 
-bool signals() {
-    py::gil_scoped_acquire gil;
-    return PyErr_CheckSignals() != 0;
+// What a call waits for: since when (s), for which ranks, what.
+py::tuple told(const Blocked& b, Nanoseconds t) {
+    return py::make_tuple(static_cast<double>(t - b.since) * 1e-9, b.waits_for, b.text);
 }
 
 }  // namespace
@@ -46,8 +47,9 @@ void bind_order(py::module_& m) {
         .def_static(
             "over_memory",
             [](const std::vector<int>& ranks, int me, const std::shared_ptr<Arena>& arena, const std::vector<int>& pids,
-               const std::vector<int>& doorbells) {
+               const std::vector<int>& doorbells, std::uint64_t uid) {
                 auto group = std::make_shared<OrderGroup>();
+                group->uid = uid;
                 group->ranks = ranks;
                 group->me = me;
                 group->arena = arena;
@@ -60,11 +62,13 @@ void bind_order(py::module_& m) {
                 }
                 return group;
             },
-            py::arg("ranks"), py::arg("me"), py::arg("arena"), py::arg("pids"), py::arg("doorbells"))
+            py::arg("ranks"), py::arg("me"), py::arg("arena"), py::arg("pids"), py::arg("doorbells"),
+            py::arg("uid"))
         .def_static(
             "over_sockets",
-            [](const std::vector<int>& ranks, int me, const std::vector<int>& sockets) {
+            [](const std::vector<int>& ranks, int me, const std::vector<int>& sockets, std::uint64_t uid) {
                 auto group = std::make_shared<OrderGroup>();
+                group->uid = uid;
                 group->ranks = ranks;
                 group->me = me;
                 group->lost.assign(ranks.size(), Code::none);
@@ -74,11 +78,12 @@ void bind_order(py::module_& m) {
                 }
                 return group;
             },
-            py::arg("ranks"), py::arg("me"), py::arg("sockets"))
+            py::arg("ranks"), py::arg("me"), py::arg("sockets"), py::arg("uid"))
         .def_property_readonly("id", [](const OrderGroup& g) { return g.id; });
 
     // What is read here does not change once `code` and the rest can be asked for, after `Orderer.pop`.
     py::class_<Ordered, OrderedPtr>(m, "Ordered")
+        .def_property_readonly("root", [](const Ordered& o) { return o.signature.root; })
         .def_property_readonly("text", [](const Ordered& o) { return o.signature.describe(); })
         .def_property_readonly("code", [](const Ordered& o) { return static_cast<int>(o.code); })
         .def_property_readonly("error", [](const Ordered& o) { return o.error; })
@@ -123,17 +128,40 @@ void bind_order(py::module_& m) {
             py::arg("shape"), py::arg("identity"), py::arg("tag"), py::arg("members"), py::arg("send_bytes"),
             py::arg("recv_bytes"), py::arg("timeout_s"), py::arg("will_wait"), py::arg("work"))
         .def(
+            "issue_any",  // a receive from whichever of the sources, places in the group, sends first
+            [](Orderer& orderer, const OrderGroupPtr& group, int dtype, const std::vector<std::int64_t>& shape,
+               const std::string& tag, std::vector<int> sources, std::int64_t bytes, double timeout_s,
+               const py::object& work) {
+                Orderer::Issue request;
+                auto& s = request.signature;
+                s.kind = OpKind::send;
+                s.dtype = static_cast<std::uint8_t>(dtype);
+                s.peer = group->me;
+                s.tag = tag;
+                set_dims(request, shape);
+                request.members = std::move(sources);
+                request.recv_bytes = {bytes};
+                request.timeout = nanoseconds(timeout_s);
+                request.work = work.ptr();
+                Py_INCREF(work.ptr());
+                py::gil_scoped_release nogil;
+                return orderer.issue_any(group, request);
+            },
+            py::arg("group"), py::arg("dtype"), py::arg("shape"), py::arg("tag"), py::arg("sources"), py::arg("bytes"),
+            py::arg("timeout_s"), py::arg("work"))
+        .def(
             "wait",
-            [](Orderer& orderer, const OrderedPtr& op, double timeout_s) {
+            [](Orderer& orderer, const OrderedPtr& op, double timeout_s, const py::object& look) {
                 bool stopped = false;
                 {
                     py::gil_scoped_release nogil;
-                    stopped = orderer.wait(op, now() + nanoseconds(timeout_s), signals);
+                    stopped = orderer.wait(op, now() + nanoseconds(timeout_s), caller(look));
                 }
-                if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+                raise_if_interrupted();
                 return stopped;
             },
-            py::arg("ordered"), py::arg("timeout_s"))
+            py::arg("ordered"), py::arg("timeout_s"), py::arg("look"))
+        .def("watch", &Orderer::watch, py::arg("ordered"), py::call_guard<py::gil_scoped_release>())
         .def(
             "pop",
             [](Orderer& orderer) -> std::optional<std::pair<py::object, OrderedPtr>> {
@@ -164,7 +192,28 @@ void bind_order(py::module_& m) {
              py::call_guard<py::gil_scoped_release>())
         .def("park", &Orderer::park, py::call_guard<py::gil_scoped_release>())
         .def("forget", &Orderer::forget)
-        .def("counts", &Orderer::counts, py::call_guard<py::gil_scoped_release>());
+        .def("counts", &Orderer::counts, py::call_guard<py::gil_scoped_release>())
+        // For each rank, by number: whether it is gone, and what it waits for.
+        .def("reports",
+             [](Orderer& orderer) {
+                 py::list all;
+                 const Nanoseconds t = now();
+                 for (const auto& [rank, entry] : orderer.reports()) {
+                     py::list calls;
+                     for (const auto& b : entry.second.blocked) {
+                         if (!b.future) calls.append(told(b, t));
+                     }
+                     all.append(py::make_tuple(rank, entry.first, calls));
+                 }
+                 return all;
+             })
+        // This rank's calls in flight.
+        .def("pending", [](Orderer& orderer) {
+            py::list calls;
+            const Nanoseconds t = now();
+            for (const auto& b : orderer.pending()) calls.append(told(b, t));
+            return calls;
+        });
 }
 
 }  // namespace torchext::collectives

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <string>
 
+#include "record_tail.hpp"
 #include "ring.hpp"
 #include "signature.hpp"
 
@@ -53,21 +54,21 @@ struct GrantRecord {
 };
 static_assert(sizeof(GrantRecord) % 16 == 0);
 
-struct FailRecord {  // then follows text
+struct FailRecord {  // then follow text and the world ranks that are the cause
     RecordHeader header;
     std::uint64_t id;  // the sender's call
     std::uint32_t code;
     std::uint32_t text_bytes;
-    std::int32_t culprit;  // world rank
-    std::uint32_t cause;   // a Code: why the sender's own call failed
+    std::uint32_t num_culprits;
+    std::uint32_t cause;  // a Code: why the sender's own call failed
 };
 static_assert(sizeof(FailRecord) % 16 == 0);
 
-// Tells a rank that it is in a deadlock; then follows text.
+// Tells a rank that it is in a deadlock; then follow text and the world ranks in it.
 struct VerdictRecord {
     RecordHeader header;
     std::uint64_t version;  // of the report of the receiver that it is about; it holds for no other
-    std::uint64_t members;  // how many world ranks come after the text
+    std::uint64_t num_members;
     std::uint32_t code;     // a Code: how the calls fail, or none: those that can are deferred
     std::uint32_t text_bytes;
 };

@@ -1,0 +1,56 @@
+// What an engine asks of the threads of the program, and which of them have issued calls.
+#pragma once
+
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+namespace torchext::collectives {
+
+// A thread that has issued a call: as pthread_self() and as gettid() name it.
+struct Issuer {
+    std::uint64_t thread;
+    int tid;
+};
+
+// What the engine asks of whoever waits; called now and then, in the waiting thread and without the lock.
+struct Caller {
+    struct Sight {
+        std::string where;   // the place in the program that waits, and the group, in words
+        bool quiet = false;  // no thread but those given can issue a call before one of these goes on
+    };
+    std::function<bool()> interrupted;
+    // Empty: of this rank's threads nothing is known, so that no deadlock is found that it takes part in.
+    std::function<Sight(std::uint64_t group, const std::vector<std::uint64_t>& blocked, const std::vector<Issuer>&)> look;
+};
+
+// The threads that have issued calls through one engine, whose lock guards it.
+class Issuers {
+public:
+    void note() {
+        static std::atomic<std::uint64_t> engines{0};
+        thread_local std::uint64_t noted = 0;  // the engine that knows this thread; a thread seldom uses two in turn
+        if (serial_ == 0) serial_ = engines.fetch_add(1, std::memory_order_relaxed) + 1;
+        if (noted == serial_) return;
+        noted = serial_;
+        const auto self = static_cast<std::uint64_t>(pthread_self());
+        const auto known = [self](const Issuer& issuer) { return issuer.thread == self; };
+        if (std::any_of(all_.begin(), all_.end(), known)) return;
+        all_.push_back({self, static_cast<int>(syscall(SYS_gettid))});
+    }
+
+    const std::vector<Issuer>& all() const { return all_; }
+
+private:
+    std::uint64_t serial_ = 0;  // of this engine, among all of the process
+    std::vector<Issuer> all_;
+};
+
+}  // namespace torchext::collectives
