@@ -2,11 +2,12 @@
 //
 //   core=torchext/csrc/collectives
 //   g++ -std=c++20 -O1 -g -fsanitize=thread -pthread -o order_stress tests/collectives/order_stress.cpp
-//     $core/{order,order_progress,order_faults}.cpp      (all of it one line)
+//     $core/{order,order_progress,order_faults,order_deadlock}.cpp      (all of it one line)
 //   ./order_stress 3 200
 //
 // or with -fsanitize=address,undefined. Arguments: ranks, programs. On each rank three threads issue, wait and launch;
-// groups overlap, half of them over sockets. Ends with status 0 if all ranks launched what they share in one order.
+// groups overlap, half of them over sockets. Then each waits for its right neighbour. Ends with status 0 if all ranks
+// launched what they share in one order, and all were told of the circle.
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
@@ -22,13 +23,15 @@ using namespace torchext::collectives;
 namespace {
 
 struct Meeting {
+    std::uint64_t uid;
     std::vector<int> ranks;
     std::shared_ptr<Arena> arena;                // or
     std::vector<std::vector<int>> sockets;       // by place, to place
 };
 
 Meeting meet(const std::vector<int>& ranks, bool over_sockets) {
-    Meeting m{ranks, nullptr, {}};
+    static std::uint64_t last_uid = 0;
+    Meeting m{++last_uid, ranks, nullptr, {}};
     const int n = static_cast<int>(ranks.size());
     if (!over_sockets) {
         m.arena = Arena::create(n, 16 << 10, 0, 0, 1);
@@ -48,6 +51,7 @@ Meeting meet(const std::vector<int>& ranks, bool over_sockets) {
 
 OrderGroupPtr join(const Meeting& m, int rank, const std::vector<int>& doorbells) {
     auto group = std::make_shared<OrderGroup>();
+    group->uid = m.uid;
     group->ranks = m.ranks;
     group->me = static_cast<int>(std::find(m.ranks.begin(), m.ranks.end(), rank) - m.ranks.begin());
     group->lost.assign(m.ranks.size(), Code::none);
@@ -70,7 +74,7 @@ OrderGroupPtr join(const Meeting& m, int rank, const std::vector<int>& doorbells
 std::vector<int> run_rank(Orderer& orderer, const std::vector<OrderGroupPtr>& groups, int rank, int programs) {
     std::vector<int> launched;
     std::mutex launching;
-    const auto never = [] { return false; };
+    const Caller caller{[] { return false; }, {}};
     const auto launch = [&] {
         std::lock_guard lock(launching);
         while (const auto op = orderer.pop()) {
@@ -104,7 +108,7 @@ std::vector<int> run_rank(Orderer& orderer, const std::vector<OrderGroupPtr>& gr
         }
         auto wait = [&](std::size_t from) {
             for (std::size_t i = from; i < ops.size(); i += 2) {
-                if (!orderer.wait(ops[i], now() + 60 * kSecond, never)) std::abort();
+                if (!orderer.wait(ops[i], now() + 60 * kSecond, caller)) std::abort();
                 launch();
             }
         };
@@ -113,7 +117,7 @@ std::vector<int> run_rank(Orderer& orderer, const std::vector<OrderGroupPtr>& gr
         other.join();
     }
     // Until all is launched: a wait also ends when there is something else to launch.
-    for (int i = 0; i < 60'000 && orderer.counts().second != 0; ++i) {
+    for (int i = 0; i < 60'000 && std::get<1>(orderer.counts()) != 0; ++i) {
         launch();
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
@@ -122,6 +126,20 @@ std::vector<int> run_rank(Orderer& orderer, const std::vector<OrderGroupPtr>& gr
     background.join();
     launch();
     return launched;
+}
+
+// Whether this rank, which waits for its right neighbour as all do, is told so.
+bool wait_in_a_circle(Orderer& orderer, const OrderGroupPtr& pair) {
+    Orderer::Issue issue;
+    issue.members = {0, 1};
+    issue.timeout = 60 * kSecond;
+    issue.will_wait = true;
+    const auto op = orderer.issue(pair, issue);
+    const Caller caller{[] { return false; }, [](std::uint64_t, const std::vector<std::uint64_t>&, const std::vector<Issuer>&) {
+                            return Caller::Sight{" here", true};
+                        }};
+    orderer.wait(op, now() + 60 * kSecond, caller);
+    return orderer.pop() == op && op->code == Code::deadlock;
 }
 
 }  // namespace
@@ -154,6 +172,10 @@ int main(int argc, char** argv) {
                 if (member) orderers[at]->add(groups.back());
             }
             launched[at] = run_rank(*orderers[at], groups, r, programs);
+            if (world > 2 && !wait_in_a_circle(*orderers[at], groups[at + 2])) {
+                std::fprintf(stderr, "rank %d was not told of the circle\n", r);
+                std::abort();
+            }
             --left;
             while (left != 0) std::this_thread::yield();  // peers may still need what lies in this rank's links
             for (const auto& group : groups) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import torchext
+from tests.collectives import fuzz
 from tests.ranks import Rank, run_ranks, start_ranks
 from torchext.collectives import (
     CollectiveAbortedError,
@@ -99,6 +101,60 @@ def test_a_killed_rank_is_named_on_all_others_soon(size: int) -> None:
         assert culprits == (1,)
         assert "rank 1 died" in text
         assert when - killed < SOON_S
+
+
+def run_until_error(rank: Rank, seed: int) -> tuple[str, tuple[int, ...], float]:
+    init(rank)
+    groups = {ranks: dist.new_group(ranks) for ranks in fuzz.all_groups(rank.world_size)}
+    dist.barrier()
+    rank.announce("running")
+
+    def loop() -> None:
+        for i in range(1_000_000):
+            fuzz.run_program(fuzz.Program(seed + i, rank.world_size), rank.rank, groups)
+
+    with pytest.raises((AssertionError, CollectiveError)) as caught:
+        loop()
+    when = time.monotonic()
+    failed = caught.value.__cause__ or caught.value  # an AssertionError names the program
+    if not isinstance(failed, CollectiveError):
+        raise failed
+    dist.destroy_process_group()
+    return f"{type(failed).__name__}: {failed}", failed.ranks, when
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["preemptive", "ordered"])
+@pytest.mark.parametrize("attempt", range(10))
+def test_ranks_stopped_and_killed_anywhere_in_random_programs(
+    engine: str, attempt: int, request: pytest.FixtureRequest
+) -> None:
+    rng = random.Random(f"{request.config.getoption('--seed')}/{attempt}")
+    env = {"TORCHEXT_DFCCL_ENGINE": engine}
+    with start_ranks(run_until_error, 3, rng.randrange(10**6), store="tcp", env=env, deadline_s=60) as ranks:
+        for rank in range(3):
+            ranks.wait_for(rank, "running")
+        for _ in range(3):
+            stopped = rng.randrange(3)
+            time.sleep(rng.uniform(0.0, 0.3))  # a point in time is what it is about
+            ranks.kill(stopped, signal.SIGSTOP)
+            time.sleep(rng.uniform(0.0, 0.5))
+            ranks.kill(stopped, signal.SIGCONT)
+        time.sleep(rng.uniform(0.0, 0.2))
+        killed = rng.randrange(3)
+        ranks.kill(killed, signal.SIGKILL)
+        when_killed = time.monotonic()
+        outcomes = ranks.wait()
+    for rank, outcome in enumerate(outcomes):
+        if rank == killed:
+            assert outcome.signal == signal.SIGKILL  # it had met no error before, whoever was stopped
+            continue
+        assert outcome.kind == "returned", str(outcome)
+        text, culprits, when = outcome.value
+        # It may have waited for the other survivor alone, which has left after it was told.
+        assert text.startswith("PeerLostError") or "gave up" in text or "destroyed" in text, text
+        assert culprits in ((killed,), (3 - rank - killed,)), text
+        assert when - when_killed < SOON_S
 
 
 def wait_for_killed(rank: Rank) -> str:

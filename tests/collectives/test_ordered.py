@@ -30,10 +30,12 @@ from torchext.collectives import (
     CollectiveError,
     CollectiveMismatchError,
     CollectiveTimeoutError,
+    DeadlockError,
     Options,
     PeerLostError,
     create,
     mesh,
+    without_collectives,
     wrap,
 )
 
@@ -311,6 +313,36 @@ def test_ranks_that_share_no_memory_agree_over_sockets() -> None:
 
 def test_ranks_in_two_networks_agree_over_sockets(two_hosts: list[str]) -> None:
     check_between_hosts(2, two_hosts)
+
+
+def ring_of_wrapped_groups(rank: Rank) -> tuple[tuple[type, str, tuple[int, ...], float], str]:
+    """Each rank waits for its right neighbour; it has no link to the one across, and every other link is a socket."""
+    for thread in threading.enumerate():
+        if thread is not threading.main_thread():
+            without_collectives(thread)  # the harness's
+    pairs = [[0, 1], [1, 2], [2, 3], [0, 3]]
+    groups = [dist.new_group(pair, backend="gloo") for pair in pairs]
+    mesh._host = lambda: f"host {rank.rank // 2}"
+    mine = {i: wrap(groups[i]) for i, pair in enumerate(pairs) if rank.rank in pair}
+    right = mine[rank.rank]  # by its place in `pairs`
+    told = faults.error_of(lambda: dist.all_reduce(torch.ones(5), group=right))
+    dist.barrier()
+    while "has waited" in (text := torchext.collectives.explain()):  # until all have heard that it is over
+        threading.Event().wait(0.01)
+    for group in mine.values():
+        dist.destroy_process_group(group)
+    return told, text
+
+
+def test_a_circle_of_ranks_that_are_not_all_linked_is_told_to_each() -> None:
+    for rank, (told, text) in enumerate(run_ranks(ring_of_wrapped_groups, 4, backend="gloo")):
+        kind, message, ranks, seconds = told
+        assert kind is DeadlockError
+        assert ranks == (0, 1, 2, 3)
+        for other in range(4):
+            assert f"rank {other} has waited" in message
+        assert seconds < faults.SOON_S
+        assert f"seen from rank {rank}:" in text
 
 
 def talk(server: Callable[[socket.socket], Any], client: Callable[[socket.socket], Any]) -> tuple[Any, Any]:

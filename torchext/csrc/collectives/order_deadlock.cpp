@@ -190,6 +190,7 @@ void Orderer::spread_verdict(Code code, const std::string& text, const std::map<
 
 std::map<int, std::pair<bool, Report>> Orderer::reports() {
     std::lock_guard lock(mutex_);
+    pass();  // nobody else may look while nothing is in flight
     std::map<int, std::pair<bool, Report>> all;
     for (const auto& group : groups_) {
         for (std::size_t p = 0; p < group->ranks.size(); ++p) {
