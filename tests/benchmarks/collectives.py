@@ -4,13 +4,16 @@
     python tests/benchmarks/collectives.py --dtype bfloat16 --ops all_reduce all_gather reduce_scatter
     python tests/benchmarks/collectives.py --disorder
     python tests/benchmarks/collectives.py --ddp
+    python tests/benchmarks/collectives.py --limit
 
 Each call is timed by itself on rank 0, after an untimed dfccl barrier from which the ranks start nearly together.
 The table gives the tenth percentile and the median in microseconds and the ratio of each (gloo/dfccl).
 Machines are shared and ranks may outnumber cores: the tenth percentile says what the code costs, the median what the
 machine made of it. With --disorder the ranks issue 16 asynchronous all_reduce in orders of their own, against the same
 in one order (both over dfccl; gloo gives wrong values or hangs). With --ddp they train a small transformer with
-DistributedDataParallel, one step over each backend in turn; the time is that of a whole step.
+DistributedDataParallel, one step over each backend in turn; the time is that of a whole step. With --limit the time of
+all_reduce is set against that of copying: between two ranks, each has to copy half of its tensor to where the other can
+read it, to reduce half and to copy half back, so no less than one and a half copies of the tensor, by both at once.
 """
 
 from __future__ import annotations
@@ -104,6 +107,33 @@ def disorder(options: argparse.Namespace, world: int, rank: int) -> None:
             )
 
 
+def limit(options: argparse.Namespace, world: int, rank: int) -> None:
+    for size in options.sizes:
+        x, y = torch.zeros(size // 4), torch.zeros(size // 4)
+        half = x.numel() // 2
+
+        def copy(x: torch.Tensor = x, y: torch.Tensor = y, half: int = half) -> None:
+            y.copy_(x)
+            x[:half].copy_(y[half:])
+
+        calls: dict[str, Callable[[], Any]] = {"copy": copy, "all_reduce": lambda x=x: dist.all_reduce(x)}  # type: ignore[misc]
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for number in range(options.rounds // 2 + 2):
+            for name, run in calls.items():
+                dist.barrier()
+                start = time.perf_counter()
+                run()
+                if number > 1:
+                    times[name].append(1e6 * (time.perf_counter() - start))
+        if rank == 0:
+            copied, reduced = (percentile(times[name], 0.1) for name in calls)
+            print(
+                f"all_reduce of {size} B, {world} ranks: {reduced:.0f} us p10; one and a half copies {copied:.0f} us: "
+                f"{100 * copied / reduced:.0f} % of the limit",
+                flush=True,
+            )
+
+
 def ddp(options: argparse.Namespace, world: int, rank: int, groups: dict[str, Any]) -> None:
     models, optimizers = {}, {}
     for name, group in groups.items():
@@ -143,6 +173,8 @@ def main_of_rank(rank: int, world: int, port: int, options: argparse.Namespace) 
         disorder(options, world, rank)
     elif options.ddp:
         ddp(options, world, rank, groups)
+    elif options.limit:
+        limit(options, world, rank)
     else:
         compare(options, world, rank, groups)
     dist.barrier()
@@ -158,6 +190,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50, help="a fifth of it from 4 MiB on")
     parser.add_argument("--disorder", action="store_true")
     parser.add_argument("--ddp", action="store_true")
+    parser.add_argument("--limit", action="store_true")
     run_on_ranks(main_of_rank, parser.parse_args())
 
 

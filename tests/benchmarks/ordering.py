@@ -5,12 +5,15 @@
 Agreement: from the call on a rank to the moment when it knows the place of the collective, with nothing to launch, call
 after call, so that it includes waiting for the slower rank's call. Over shared memory, and over sockets as between
 hosts (on loopback). Overhead: blocking all_reduce of float32, interleaved with plain gloo, each round timed on rank 0
-after an untimed dfccl barrier. Tenth percentile and median in microseconds. Ranks should each have a core.
+after an untimed dfccl barrier; then the same call taken apart: to issue it, to wait for its turn (which may come while
+it is being issued) and to launch it, and to wait for gloo. Tenth percentile and median in microseconds. Ranks should
+each have a core.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from datetime import timedelta
@@ -72,6 +75,7 @@ def overhead(options: argparse.Namespace, world: int, rank: int) -> None:
     for size in options.sizes:
         x = torch.zeros(size // 4)
         times: dict[str, list[float]] = {name: [] for name in groups}
+        parts: list[list[float]] = []
         for number in range(options.rounds + 2):
             for name, group in groups.items():
                 dist.barrier(start_together)
@@ -79,6 +83,15 @@ def overhead(options: argparse.Namespace, world: int, rank: int) -> None:
                 dist.all_reduce(x, group=group)
                 if number > 1:
                     times[name].append(1e6 * (time.perf_counter() - start))
+            dist.barrier(start_together)
+            moments = [time.perf_counter()]
+            work: Any = dist.all_reduce(x, group=groups["ordered"], async_op=True)
+            moments.append(time.perf_counter())
+            work.wait_for_turn()
+            moments.append(time.perf_counter())
+            work.wait()
+            moments.append(time.perf_counter())
+            parts.append([1e6 * (end - begin) for begin, end in itertools.pairwise(moments)])
         if rank == 0:
             figures = [f(times[name]) for name in groups for f in (lambda t: percentile(t, 0.1), statistics.median)]
             more = [100 * (figures[2 + i] / figures[i] - 1) for i in range(2)]
@@ -86,6 +99,10 @@ def overhead(options: argparse.Namespace, world: int, rank: int) -> None:
                 f"all_reduce of {size:>9} B, {world} ranks, us: gloo {figures[0]:.0f} p10, {figures[1]:.0f} median; in "
                 f"order {figures[2]:.0f}, {figures[3]:.0f} ({more[0]:+.1f} % p10, {more[1]:+.1f} % median)",
                 flush=True,
+            )
+            issued, turn, inner = (statistics.median(part) for part in zip(*parts[2:], strict=True))
+            print(
+                f"  taken apart, median: issue {issued:.0f}, turn and launch {turn:.0f}, gloo {inner:.0f}", flush=True
             )
 
 

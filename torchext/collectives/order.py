@@ -250,8 +250,7 @@ class OrderedWork(dist.Work):
         Raises:
             CollectiveError: It failed; the subclass says in what way.
         """
-        if not self.launched:
-            self._sequencer.wait(self, max(timeout.total_seconds(), 0.0))
+        self.wait_for_turn(timeout)
         if self._error is None:
             assert self._inner is not None
             try:
@@ -263,6 +262,11 @@ class OrderedWork(dist.Work):
             raise self._error.with_traceback(None)
         finally:
             del self  # or the error's traceback, this frame and the work would keep each other alive
+
+    def wait_for_turn(self, timeout: timedelta = timedelta(0)) -> None:
+        """Blocks until the collective is launched or has failed; a positive timeout fails it as well."""
+        if not self.launched:
+            self._sequencer.wait(self, max(timeout.total_seconds(), 0.0))
 
     def is_completed(self) -> bool:
         if not self.launched:
@@ -306,7 +310,7 @@ class OrderedWork(dist.Work):
         return self._source_rank()
 
     def _source_rank(self) -> int:
-        self._sequencer.wait(self, 0.0)
+        self.wait_for_turn()
         return int(self.handle.root)
 
     def _feed(self, promise: Promise) -> None:
