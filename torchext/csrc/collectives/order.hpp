@@ -110,6 +110,7 @@ private:
     static constexpr std::uint32_t kAborted = 3;  // a Presence of these arenas
     static constexpr Nanoseconds kCheckInterval = 50 * kMillisecond;
     static constexpr Nanoseconds kBlockedAfter = 100 * kMillisecond;  // then a thread's wait is told to others
+    static constexpr std::size_t kMaxClaims = 16;
     static constexpr std::size_t kMaxTag = 200;
     static constexpr std::size_t kMaxText = 3500;  // of a record; the smallest ring has to hold it twice, with
     static constexpr std::size_t kMaxRanks = 200;  // of a failure or a deadlock
@@ -244,7 +245,7 @@ private:
 
     void on_verdict(const OrderVerdict& record);
 
-    // Passes it on to those in it, once, and fails what the threads of this rank wait for, if its view still holds.
+    // Passes it on to those in it, once, and fails what the threads of this rank were waiting for in its view.
     void spread_verdict(Code code, const std::string& text, const std::map<int, std::uint64_t>& versions);
 
     int own_rank() const { return groups_.front()->ranks[at(groups_.front()->me)]; }
@@ -280,11 +281,11 @@ private:
     std::uint64_t activity_ = 0;   // changes with whatever bears on what threads wait for
     std::map<int, OrderView> views_;  // of all ranks, as far as they have told
     std::string published_;        // this rank's, encoded; empty if it waits for nothing
-    std::uint64_t published_at_ = 0;  // the activity
     int num_quiet_ = 0;            // looks in a row that found the rank quiet,
     std::uint64_t quiet_at_ = 0;   // all of them at this activity
     int num_sightings_ = 0;        // of one deadlock, in a row
     std::map<int, std::uint64_t> last_verdict_;  // the versions that it was about
+    std::deque<std::pair<std::uint64_t, std::vector<OrderedPtr>>> claims_;  // by version: what a stuck rank waited for
     std::uint64_t num_deadlocks_ = 0;
 };
 

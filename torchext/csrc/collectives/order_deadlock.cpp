@@ -7,8 +7,8 @@
 // sent, their views show one instant at which nothing was under way between them. A rank that was stuck in it, and that
 // only others in the set could free, is stuck for good: views need not be taken back to be right.
 //
-// The first to know, usually the lowest rank of the set, tells the others. A rank that has done anything since its view
-// takes no notice.
+// The first to know, usually the lowest rank of the set, tells the others, by the versions of their views. Failures that
+// follow from it may come first, so a rank may have gone on with other calls: those of that view that still wait fail.
 #if defined(__linux__)
 
 #include <algorithm>
@@ -92,7 +92,6 @@ std::map<int, std::pair<OrderGroup*, int>> Orderer::neighbours() const {
 
 void Orderer::publish(OrderView view) {
     const std::string bytes = view.encode();
-    published_at_ = activity_;
     if (groups_.empty() || bytes == published_) return;
     const int own = own_rank();
     const bool waits = !view.report.blocked.empty();
@@ -105,6 +104,12 @@ void Orderer::publish(OrderView view) {
     record.bytes = static_cast<std::uint32_t>(bytes.size());
     for (const auto& [rank, link] : neighbours()) {
         send_record(*link.first, link.second, OrderRecord::report, record, bytes);
+    }
+    if (view.report.stuck) {
+        std::vector<OrderedPtr> ops;
+        for (const auto* waiter : waiters_) ops.push_back(waiter->op);
+        claims_.emplace_back(view.version, std::move(ops));
+        if (claims_.size() > kMaxClaims) claims_.pop_front();
     }
     views_[own] = std::move(view);
 }
@@ -182,10 +187,14 @@ void Orderer::spread_verdict(Code code, const std::string& text, const std::map<
         if (versions.count(rank) != 0) send_record(*link.first, link.second, OrderRecord::verdict, record, rest);
     }
     const auto own = versions.find(own_rank());
-    if (own == versions.end() || own->second != views_[own_rank()].version || published_at_ != activity_) return;
+    if (own == versions.end()) return;
+    const auto claim = std::find_if(claims_.begin(), claims_.end(),
+                                    [&](const auto& known) { return known.first == own->second; });
+    if (claim == claims_.end()) return;
     ++num_deadlocks_;
-    const std::vector<Waiter*> waiters = waiters_;
-    for (const auto* waiter : waiters) fail(waiter->op, code, text, members, true);
+    const auto ops = std::move(claim->second);
+    claims_.erase(claim);
+    for (const auto& op : ops) fail(op, code, text, members, true);
 }
 
 std::map<int, std::pair<bool, Report>> Orderer::reports() {
