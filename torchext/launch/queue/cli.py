@@ -16,6 +16,7 @@ from typing import Any
 from torchext.launch.durations import duration
 from torchext.launch.errors import LaunchError
 from torchext.launch.queue.client import Client, default_folder
+from torchext.launch.queue.words import job_lines, span
 
 _READY = "queue ready at "
 _READY_WITHIN_S = 120.0
@@ -153,26 +154,8 @@ def _drain(args: argparse.Namespace) -> int:
 def _ls(args: argparse.Namespace) -> int:
     with Client(args.queue) as client:
         answer = client.call("jobs", **({} if args.all else {"ended_within_s": 0}))
-    print(_table(_job_lines(answer["jobs"], answer["now_s"])))
+    print(_table(job_lines(answer["jobs"], answer["now_s"])))
     return 0
-
-
-def _job_lines(jobs: list[dict[str, Any]], now_s: float) -> list[list[str]]:
-    lines = [["job", "name", "user", "state", "nodes", "procs", "age", "runs", "note"]]
-    for job in jobs:
-        age_s = (job["end_s"] or now_s) - job["submit_s"]
-        words = [job["id"], job["name"], job["user"], job["state"], job["num_nodes"], job["nproc_per_node"]]
-        lines.append([*map(str, words), span(age_s), str(job["num_runs"]), job["reason"]])
-    return lines
-
-
-def span(seconds: float) -> str:
-    """Writes a time as people do: 45s, 12m, 3.5h, 2.1d."""
-    if seconds < 100:
-        return f"{seconds:.0f}s"
-    if seconds < 6000:
-        return f"{seconds / 60:.0f}m"
-    return f"{seconds / 3600:.1f}h" if seconds < 172800 else f"{seconds / 86400:.1f}d"
 
 
 def _table(lines: list[list[str]]) -> str:

@@ -6,8 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from torchext.launch.errors import LaunchError
-from torchext.launch.queue.cli import _job_lines
 from torchext.launch.queue.client import Client
+from torchext.launch.queue.words import job_lines
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -62,7 +62,7 @@ def _view(client: Client) -> Group:
     for name, state, slots, free, jobs in client.call("machines"):
         bar = "#" * (slots - free) + "." * free
         machines.add_row(name, state, str(slots), bar, " ".join(map(str, jobs)))
-    head, *lines = _job_lines(answer["jobs"], answer["now_s"])
+    head, *lines = job_lines(answer["jobs"], answer["now_s"])
     table = Table(box=None, title="jobs", title_justify="left")
     for name in head:
         table.add_column(name)
