@@ -23,7 +23,10 @@ void Engine::check(Nanoseconds t) {
 }
 
 void Engine::lose(int p, Code code) {
-    drain(p);
+    // First what was said before it went, by others too: it may have gone for a verdict that is for this rank as well.
+    for (int q = 0; q < world_size_; ++q) {
+        if (q != rank_) drain(q);
+    }
     if (arena_->cell(p).presence.load(std::memory_order_acquire) == static_cast<std::uint32_t>(Presence::left)) {
         code = Code::peer_left;  // it had said goodbye before it ended
     }
