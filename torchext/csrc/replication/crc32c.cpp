@@ -126,8 +126,8 @@ bool has_instruction() {
 }
 
 bool is_wide() {
-    static const bool found =
-        has_instruction() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
+    static const bool found = has_instruction() && __builtin_cpu_supports("pclmul") &&
+                              __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("vpclmulqdq");
     return found;
 }
 
