@@ -115,6 +115,7 @@ class StandbyFollower:
             self._arena.reserve(sum(sizes[number] for number in added), len(added))
             self._held.update((number, Held(self._arena.allocate(sizes[number]))) for number in added)
         changes, self._changes = self._changes, Changes()
+        changes.add_whole(added)  # whatever was told of them before this began to follow
         find = self._publisher.ledger.entry
         for number in changes.whole:
             held = self._held[number]

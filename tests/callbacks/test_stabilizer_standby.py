@@ -14,10 +14,11 @@ from torch import nn
 from tests.callbacks.test_stabilizer import FROM_PARIS, Model, fit, trainer
 from tests.replication.test_node import Pair
 from torchext.callbacks import PhantasyCheckpoint, StabilizerReplication
-from torchext.callbacks.stabilizer_standby import to_checkpoint
+from torchext.callbacks.stabilizer_standby import StandbyFollower, to_checkpoint
 from torchext.replication import fetch_checkpoint
-from torchext.standby import CorruptStateError, StandbyLostWarning
+from torchext.standby import CorruptStateError, Replicator, StandbyLostWarning
 from torchext.standby.daemon import Daemon
+from torchext.standby.persist import read_file
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -119,6 +120,20 @@ def test_checkpoints_are_files_once_the_standby_is_gone(
     assert files.count >= 2
     assert fetch_checkpoint(pair.tokyo, FROM_PARIS, tmp_path / "copy.ckpt") == max(sent)
     assert torch.load(tmp_path / "copy.ckpt", weights_only=False)["global_step"] == max(sent)
+
+
+def test_the_first_snapshot_is_whole_also_where_steps_came_before_it(daemon: Daemon, tmp_path: Path) -> None:
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters())
+    with Replicator(model, optimizer, standby=daemon.address, job="late") as replicator:
+        replicator.commit(0)
+        replicator.gate()
+        publisher = replicator._publisher
+        follower = StandbyFollower(publisher, lambda _: True, lambda snapshot: snapshot.write(tmp_path / "file"))
+        replicator.commit(1)  # of which nothing is new
+        replicator.gate()
+        follower.close()
+    assert torch.equal(read_file(tmp_path / "file").tree["models"]["model"]["weight"], model.weight)
 
 
 def test_damaged_snapshot_is_not_taken(pair: Pair, daemon: Daemon, tmp_path: Path) -> None:
