@@ -107,7 +107,13 @@ class Endpoint:
                 with _opening:
                     before = _event_descriptors()
                     self._channel = v.CompChannel(self._context)
-                    (self._descriptor,) = _event_descriptors() - before
+                    added = _event_descriptors() - before
+                if len(added) != 1:
+                    raise StandbyError(
+                        f"RDMA device {self._context.name}: this process has opened {len(added)} event channels at the "
+                        "same time, expected one; try again"
+                    )
+                (self._descriptor,) = added
                 # All requests of both halves at once, as a connection that breaks completes each of them.
                 self._queue = v.CQ(self._context, 2 * _MAX_READS, None, self._channel)
                 capacity = v.QPCap(max_send_wr=2 * _MAX_READS, max_recv_wr=1, max_send_sge=1, max_recv_sge=1)
