@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.standby.processes import ROOT
-from torchext.standby import Replicator, StandbyError
+from torchext.standby import Replicator, StandbyError, wire
+from torchext.standby.daemon import Daemon
 
 # Makes the virtual machine: ``lab.sh build uml`` once, ``lab.sh run -- COMMAND``.
 LAB = Path(os.environ.get("TORCHEXT_LAB", ROOT.parent / "shared" / "lab"), "lab.sh")
@@ -39,6 +41,23 @@ def test_without_a_device_rdma_is_refused_saying_what_is_missing() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(StandbyError, match=r"transport='rdma' is not possible: this host has no RDMA device"):
         Replicator(model, torch.optim.SGD(model.parameters()), standby="127.0.0.1:1", job="job", transport="rdma")
+
+
+@pytest.mark.skipif(any(Path("/sys/class/infiniband").glob("*")), reason="this host has an RDMA device")
+def test_a_process_that_the_standby_cannot_read_takes_over_from_nobody(daemon: Daemon) -> None:
+    model = torch.nn.Linear(2, 2)
+    options: dict[str, Any] = {"standby": daemon.address, "job": "job", "on_standby_loss": "raise"}
+    with Replicator(model, torch.optim.SGD(model.parameters()), **options) as replicator:
+        replicator.commit(0)
+        hello = {"job": "job", "rank": 0, "world_size": 1, "run": "other", "pid": 1, "host": "other", "boot_id": ""}
+        with wire.connect(daemon.address, 60) as sock:
+            wire.greet(sock, {"role": "primary", **hello, "rdma": False, "probe": None}, 60)
+            wire.send(sock, {"op": "claim", "take_over": True, "transport": "rdma", "endpoint": {}, "persist": None})
+            with pytest.raises(StandbyError, match="this host has no RDMA device"):
+                wire.raised(wire.receive(sock)[0])
+        replicator.commit(1)
+        replicator._publisher.settle()
+        assert replicator.stats["committed"] == 1
 
 
 @pytest.mark.timeout(350)

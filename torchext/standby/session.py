@@ -196,6 +196,8 @@ class Session(threading.Thread):
 
     def _claim(self, words: dict[str, Any], _: memoryview) -> None:
         number, run = self.hello["rank"], self.hello["run"]
+        self.transport = words["transport"]
+        self._source, endpoint = self._open_source(words)  # first: a process that cannot be read takes over from nobody
         with self._daemon.changed:
             job = self._daemon.job(self.hello["job"], self.hello["world_size"])
             rank = job.ranks[number]
@@ -231,8 +233,6 @@ class Session(threading.Thread):
                 steps = job.book.steps()
             self._sizes.clear()
             self._ahead = 0, set()
-            self.transport = words["transport"]
-            self._source, endpoint = self._open_source(words)
         if self._can_read_memory and self._watcher is None:
             self._watch(self.hello["pid"])
         if persister is not None:
