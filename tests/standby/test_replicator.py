@@ -12,6 +12,7 @@ import torch
 
 from tests.standby.processes import Net, build, step, undisturbed
 from torchext.standby import NoStateError, Replicator, StandbyError, StateMismatchError
+from torchext.standby import tree as trees
 from torchext.standby.daemon import Daemon
 from torchext.standby.link import State, fetch, remove, status
 from torchext.standby.replicator import default_job
@@ -300,6 +301,54 @@ def test_a_change_between_commit_and_step_drops_the_commit_and_never_tears_it(
         while state.step != 3:  # sealed without waiting
             state = _fetch(daemon)
         _assert_same(state.tree["models"]["model"], model.state_dict())
+
+
+def test_a_change_of_small_optimizer_state_between_commit_and_step_drops_the_commit(
+    daemon: Daemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = torch.nn.Linear(4, 4)  # so small that it is pickled, by the thread that sends
+    optimizer = torch.optim.Adam(model.parameters())
+    with _replicator(daemon, model, optimizer) as replicator:
+        for i in range(2):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            optimizer.step()  # seals the one before
+            replicator.commit(i)
+        optimizer.state[model.weight]["exp_avg"].zero_()
+        replicator.gate()
+        assert "step 1 is not committed: the state of an optimizer was changed" in caplog.text
+        replicator.commit(2)
+        replicator._publisher.settle()
+        assert not _fetch(daemon).tree["optimizers"][0]["state"][0]["exp_avg"].any()
+
+
+def test_what_is_pickled_later_does_not_see_what_is_put_into_an_optimizers_state_meanwhile() -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([parameter])
+    parameter.sum().backward()
+    optimizer.step()
+    rest = trees.dump(trees.later_states(optimizer.state_dict()), lambda _: None, lambda _: 0)
+    optimizer.state[parameter]["step"] = torch.tensor(99.0)
+    assert trees.load(rest(), lambda _: torch.empty(0))["state"][0]["step"] == 1
+
+
+def test_a_fault_of_what_follows_the_steps_is_none_of_the_standby(daemon: Daemon) -> None:
+    model, optimizer = build()
+    for mode in ("lag1", "rpo0"):
+        with _replicator(daemon, model, optimizer, mode=mode) as replicator:
+
+            def tell(*_: Any) -> None:
+                raise OSError("no room for a copy")
+
+            replicator._publisher.on_sealed.append(tell)
+            with pytest.raises(OSError, match="no room for a copy"):
+                replicator.commit(0), replicator.gate()
+            replicator._publisher.on_sealed.clear()
+            assert replicator.stats["connected"]
+            replicator.commit(1)
+            replicator._publisher.settle()
+            assert _fetch(daemon).step == 1
+        remove(daemon.address, "job")
 
 
 def test_a_dropped_last_commit_does_not_keep_close_waiting(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:

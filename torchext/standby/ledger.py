@@ -107,6 +107,8 @@ class Ledger:
         self._num_copies = 0  # met so far in this commit
         self._settled: set[int] = set()  # addresses of parameters of optimizers that are not adopted
         self._left: list[Entry] = []  # copies of them that the commit is still to make, or has made
+        # Moments that are not adopted, which are pickled later, with autograd's count of their changes at the commit.
+        self._watched: list[tuple[torch.Tensor, int]] = []
         self._side = SideStreams()
         self._devices: set[torch.device] = set()  # CUDA devices of the optimizers' parameters
         self._pending = Changes()  # since the last commit that was sealed
@@ -156,6 +158,13 @@ class Ledger:
         else:
             self._pending.add_whole([entry.number])
 
+    def disturbed(self) -> list[str]:
+        """Names of what somebody has changed in place since the last `publish`, while it may have been read."""
+        names = [entry.name for entry in self.written_since()]
+        if any(tensor._version != version for tensor, version in self._watched):
+            names.append("the state of an optimizer")
+        return names
+
     def written_since(self) -> list[Entry]:
         """Adopted entries that somebody has changed in place since they were last accounted for."""
         if self._pages is not None:
@@ -197,6 +206,7 @@ class Ledger:
         self._num_copies = 0
         pickle_rest = trees.dump(collect(), self._find, self._copy)
         self._side.follow(self._devices)
+        self._watched = [] if self._pages is not None else [(each, each._version) for each in self._moments_left()]
 
         def complete() -> Publication:
             with self._side.used():
@@ -303,6 +313,13 @@ class Ledger:
 
     def _adopted(self) -> list[tuple[int, Slot]]:
         return [(e.number, e.slot) for entries in (self._owned, self._frozen) for e in entries.values()]
+
+    def _moments_left(self) -> Iterator[torch.Tensor]:
+        for optimizer in self.optimizers:
+            for moments in optimizer.state.values():
+                if isinstance(moments, dict):
+                    tensors = (trees.local(each) for each in moments.values() if isinstance(each, torch.Tensor))
+                    yield from (t for t in tensors if address_of(t) not in self._by_address and not t.is_inference())
 
     def _find(self, tensor: torch.Tensor) -> trees.Reference | None:
         entry = self._by_address.get(tensor.data_ptr())

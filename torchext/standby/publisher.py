@@ -229,17 +229,17 @@ class Publisher:
             self._expected = self.ledger.checksums() if audit else None  # while it pulls
             self.step = step
             self._ahead.clear()  # what was read ahead is part of the step that is in flight
-            if self._mode == "rpo0" and self.gate():
-                self._timed(lambda: link.wait_committed(step))
         except (FencedError, StateMismatchError):
             self._unlink()
             raise
         except (OSError, StandbyError) as error:
             self.step = step
             self._lose(error)
+        if self._mode == "rpo0":
+            self.gate()
 
     def gate(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
-        """Returns once the optimizers may change what they own: the standby has pulled it.
+        """Returns once the optimizers may change what they own: the standby has pulled it, and in rpo0 it counts.
 
         Args:
             optimizer: If only this one may.
@@ -263,9 +263,9 @@ class Publisher:
                 return False
             self._check(link)
             checksums = self._timed(lambda: link.wait_pulled(step))
-            written = self.ledger.written_since()
+            disturbed = self.ledger.disturbed()
             self._in_flight = None
-            if written:
+            if disturbed:
                 # It may have been written while it was pulled: what the standby has may be of no step at all.
                 link.drop(step)
                 assert link.publication is not None  # it was sent: the standby has pulled it
@@ -274,7 +274,7 @@ class Publisher:
                     "step %d is not committed: %s was changed between commit() and the optimizer's step; commit after "
                     "such changes",
                     step,
-                    ", ".join(entry.name for entry in written[:3]),
+                    ", ".join(disturbed[:3]),
                 )
             elif not self._is_as_expected(step, checksums):
                 link.drop(step)
@@ -284,6 +284,8 @@ class Publisher:
                 link.seal(step)
                 self._has_warned = False
                 sealed = link.publication
+                if self._mode == "rpo0":
+                    self._timed(lambda: link.wait_committed(step))
         except FencedError:
             self._unlink()
             raise

@@ -36,7 +36,8 @@ def later_states(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict of an optimizer, with what it keeps of each parameter for `Later`."""
     if not isinstance(state_dict.get("state"), dict):
         return state_dict
-    return {**state_dict, "state": Later(dict(state_dict["state"]))}
+    kept = {key: dict(each) if type(each) is dict else each for key, each in state_dict["state"].items()}
+    return {**state_dict, "state": Later(kept)}
 
 
 def dump(tree: Any, find: Callable[[torch.Tensor], Reference | None], place: Place) -> Callable[[], bytes]:
