@@ -101,6 +101,7 @@ class Ledger:
         self._by_address: dict[int, Entry] = {}
         # By ids of the optimizer and of the parameter: what a step of the one changes for the other.
         self._by_optimizer: dict[int, dict[int, list[Entry]]] = {}
+        self._ids: set[int] = set()  # of the tensors that are owned
         self._has_left = False  # whether something large could not be adopted
         self._places: list[int] | None = None  # of all that is adopted, at the last commit (see _places_now)
         self._copies: list[Entry] = []  # in the order in which they are met
@@ -318,8 +319,9 @@ class Ledger:
         for optimizer in self.optimizers:
             for moments in optimizer.state.values():
                 if isinstance(moments, dict):
-                    tensors = (trees.local(each) for each in moments.values() if isinstance(each, torch.Tensor))
-                    yield from (t for t in tensors if address_of(t) not in self._by_address and not t.is_inference())
+                    for each in moments.values():
+                        if id(each) not in self._ids and isinstance(each, torch.Tensor) and not each.is_inference():
+                            yield trees.local(each)
 
     def _find(self, tensor: torch.Tensor) -> trees.Reference | None:
         entry = self._by_address.get(tensor.data_ptr())
@@ -447,6 +449,7 @@ class Ledger:
             for i, optimizer in enumerate(self.optimizers):
                 if position in (i, -1):
                     self._by_optimizer[id(optimizer)].setdefault(parameter, []).append(entry)
+        self._ids = {id(entry.tensor) for entry in self._owned.values()}
         return not self._has_left
 
     def _look_at(
