@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -29,11 +30,11 @@ def guest() -> list[str]:
         pytest.skip(f"needs a virtual machine with software RDMA devices: it was not built ({LAB} build uml)")
     if not list(CACHE.glob(f"py/pyverbs/*.{sys.implementation.cache_tag}-*.so")):
         pytest.skip(f"{CACHE}/py has no pyverbs for this Python, {sys.implementation.cache_tag}")
-    command = [str(LAB), "run", "-t", "300"]
-    started = subprocess.run([*command, "--", "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    command = [str(LAB), "run", "-t"]
+    started = subprocess.run([*command, "60", "--", "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if started.returncode != 0:
         pytest.skip(f"a guest does not start on this machine: {started.stderr.strip().splitlines()[-1:]}")
-    return command
+    return [*command, "300"]
 
 
 @pytest.mark.skipif(any(Path("/sys/class/infiniband").glob("*")), reason="this host has an RDMA device")
@@ -41,6 +42,24 @@ def test_without_a_device_rdma_is_refused_saying_what_is_missing() -> None:
     model = torch.nn.Linear(2, 2)
     with pytest.raises(StandbyError, match=r"transport='rdma' is not possible: this host has no RDMA device"):
         Replicator(model, torch.optim.SGD(model.parameters()), standby="127.0.0.1:1", job="job", transport="rdma")
+
+
+def test_a_process_with_a_limit_on_locked_memory_does_not_take_rdma_unasked() -> None:
+    program = """
+import os, resource
+from torchext.standby import rdma
+assert rdma.may_pin_all() == (os.geteuid() == 0)
+if os.geteuid() == 0:
+    os.setuid(65534)
+    assert not rdma.may_pin_all()
+"""
+    limits = (1 << 20, 1 << 20)
+    subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        timeout=120,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_MEMLOCK, limits),
+    )
 
 
 @pytest.mark.skipif(any(Path("/sys/class/infiniband").glob("*")), reason="this host has an RDMA device")

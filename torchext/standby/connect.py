@@ -74,7 +74,7 @@ def _choose(transport: str, address: str, welcome: dict[str, Any], sock: socket.
             if transport == "auto"
             else f"transport={transport!r} needs a standby with an address, host:port, got {address!r}"
         )
-    if transport == "tcp":
+    if transport == "tcp" or (transport == "auto" and not rdma.may_pin_all()):
         return "tcp"
     lacks = "the standby's host: " + welcome["lacks_rdma"] if welcome["lacks_rdma"] else None
     lacks = lacks or rdma.lacks(sock.getsockname()[0])

@@ -14,6 +14,8 @@ import importlib.util
 import ipaddress
 import logging
 import os
+import re
+import resource
 import secrets
 import select
 import socket
@@ -43,6 +45,7 @@ _TIMEOUT_S = 30.0  # between two completions; the device itself gives up a peer 
 _TICK_MS = 100
 _ACK_TIMEOUT = 16  # 4.096 us << 16: 268 ms until a request is sent again
 _RETRIES = 6  # seven means for ever to some devices
+_CAP_IPC_LOCK = 14  # linux/capability.h
 
 _VERBS = {
     "pyverbs.addr": ("GID", "AHAttr", "GlobalRoute"),
@@ -79,6 +82,14 @@ def lacks(address: str | None) -> str | None:
         return str(error)
     context.close()
     return None
+
+
+def may_pin_all() -> bool:
+    """Whether this process may lock any amount of memory, as registering all of the state for RDMA needs."""
+    if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY:
+        return True
+    status = Path("/proc/self/status").read_text()
+    return bool(int(re.findall(r"^CapEff:\s+(\w+)$", status, re.MULTILINE)[0], 16) & 1 << _CAP_IPC_LOCK)
 
 
 class Endpoint:

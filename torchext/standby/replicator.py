@@ -101,8 +101,9 @@ class Replicator:
             and a message); a dense optimizer is slowed down by it without `huge_pages`.
         transport: ``"local"``: the standby, on this host, reads this process's memory; ``"rdma"``: it does so from
             another host, through RDMA devices that have the addresses of their connection (RoCE), with pyverbs (extra:
-            rdma); ``"tcp"``; ``"auto"``: the first of these that both sides can. What fails later is a lost standby: an
-            RDMA network that is cut is tried again, TCP does not take its place.
+            rdma); ``"tcp"``; ``"auto"``: the first of these that both sides can, RDMA only where this process
+            may lock memory without a limit (``ulimit -l``). What fails later is a lost standby: an RDMA network that is
+            cut is tried again, TCP does not take its place.
         on_standby_loss: ``"degrade"``: warn once, train on, catch up when it is back; ``"raise"``.
         timeout: How long to wait for the standby before it counts as lost, in seconds.
         num_streams: Connections that carry the state, for TCP.
