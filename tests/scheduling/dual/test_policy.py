@@ -86,7 +86,7 @@ def test_untrained_agents_decide_as_the_heuristic() -> None:
             "failed: the placement agent's scores are not finite",
             _heuristic,
         ),
-        (lambda a: (a.seen_mean.fill_(100.0), a.seen_limit.fill_(1.0)), "far from training", _heuristic),
+        (lambda a: (a.seen_mean.fill_(100.0), a.seen_limit.fill_(1.0)), "far from training", _qssf),
     ],
 )
 def test_agents_that_err_are_not_heard(
@@ -200,7 +200,7 @@ def test_where_the_speed_model_fails_jobs_are_packed(learned: bool, monkeypatch:
     scheduler.submit(Job("a", 0.0, 2))
     (start,) = scheduler.decide()
     assert start.placement.gpus == ((0, 2),)
-    assert policy._fallback == "the speed model failed: singular"
+    assert policy.why(start.job, scheduler.state).endswith("; placed by packing: the speed model failed: singular")
 
 
 def test_jobs_that_were_withdrawn_are_forgotten() -> None:

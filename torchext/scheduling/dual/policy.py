@@ -25,6 +25,9 @@ _LOG = logging.getLogger(__name__)
 
 # A decision is strange when it is so many times as far from the mean of training as all but a thousandth there were.
 _STRANGE = 2.0
+_ORDER_OFF = "the ordering agent is switched off"
+# What places where the placement agent is not to be trusted.
+_BY_ADVANTAGE = "comparative advantage"
 # Before all others.
 _FIRST = -1e12
 # Of scores, per unit of what the heuristic orders by (a log): what agents that have learned nothing use.
@@ -86,8 +89,9 @@ class Dual:
       for it, on which nothing new starts. It starts at the latest when what ran there has ended, and those of its
       kind that were submitted before it have had their turn.
 
-    Late or wrong, jobs are ordered as qssf does, by their forecast service; far from training, by the heuristic, which
-    no training is needed for. They are placed where they have most advantage. `why` tells, for each job.
+    Late, wrong or far, jobs are ordered as qssf does, by their forecast service, and placed where they have most
+    advantage. Where the agents do not order, their placement alone is not trusted far from training. `why` tells, for
+    each job.
 
     What the agents add to is a heuristic: shortest typical service first, by the laws of `Laws`, with comparative
     advantage. Agents that have learned nothing decide as it does.
@@ -149,8 +153,10 @@ class Dual:
         self._advantage: Advantage | None = None
         self._reservation: Reservation | None = None
         self._declined: dict[Shape, str] = {}  # since the latest decision on the order, with the reason
-        # Of the latest decision: why the agents were not asked (empty if they were), rows of jobs, and their features.
+        # Of the latest decision: why the ordering agent was not heard (empty if it was), what placed instead of the
+        # placement agent and why (as well), rows of jobs, and their features.
         self._fallback = "no decision yet"
+        self._misplaced = ""
         self._rows: dict[str, int] = {}
         self._described = torch.empty(0, 0)
         self._token: Tensor | None = None
@@ -159,7 +165,7 @@ class Dual:
         """Scores jobs, the lowest first; inf for those that the agents hold back."""
         if not jobs:
             return []
-        self._declined = {}
+        self._declined, self._misplaced = {}, ""
         self._reservation = self._overdue(jobs, state)
         scores = self._scores(jobs, jobs, state)
         if self._reservation is not None:
@@ -204,7 +210,7 @@ class Dual:
                 job, state, shape, among, lambda features: self._choose(job, features, seen, token)
             )
         except (RuntimeError, ValueError, ArithmeticError) as error:  # of the networks, or of the speed model
-            self._blame(f"the placement failed: {error}")
+            self._misplace(f"the placement failed: {error}", _BY_ADVANTAGE)
             return self._by_advantage(advantage, job, state, among)
         self._distrusted = False
         self._chooser.placed(job, chosen)
@@ -236,7 +242,7 @@ class Dual:
         rule = "qssf" if self._qssf else "the heuristic"
         how = f"{rule}: {self._fallback}" if self._fallback else "the agents"
         declined = "" if job.id in state.running else self._declined.get(job.shape, "")
-        return f"{what}; order by {how}{declined}"
+        return f"{what}; order by {how}{declined}{self._misplaced}"
 
     def _overdue(self, jobs: Sequence[Job], state: ClusterState) -> Reservation | None:
         late = [job for job in jobs if _waited_s(job, state) > self._patience_s]
@@ -272,7 +278,12 @@ class Dual:
             distance = float(self.agents.distance(cluster))
             limit = self._strange * float(self.agents.seen_limit)
             if not distance <= limit:
-                self._blame(f"far from training (distance {distance:.3g}, trusted up to {limit:.3g})", qssf=False)
+                reason = f"far from training (distance {distance:.3g}, trusted up to {limit:.3g})"
+                if self._order_learned:
+                    self._blame(reason)
+                else:
+                    self._fallback = _ORDER_OFF
+                    self._misplace(reason, _BY_ADVANTAGE)
                 return None
             try:
                 said = self.agents.ordering(seen, cluster, self._communicate)
@@ -285,7 +296,7 @@ class Dual:
         if not self._placement_learned:
             self._distrusted = False
         self._s_per_job = max(0.7 * self._s_per_job, (self._clock() - begin_s) / len(jobs))
-        self._fallback = "" if self._order_learned else "the ordering agent is switched off"
+        self._fallback = "" if self._order_learned else _ORDER_OFF
         self._token = said.token
         if not self._order_learned:
             return None
@@ -304,16 +315,25 @@ class Dual:
         try:
             return self.features.describe(jobs, state, lost_by)
         except (RuntimeError, ValueError, ArithmeticError) as error:
-            self._blame(f"the speed model failed: {error}")
+            self._misplace(f"the speed model failed: {error}", "packing")
             return self.features.describe(jobs, state)
 
-    def _blame(self, reason: str, *, qssf: bool = True) -> None:
+    def _blame(self, reason: str) -> None:
+        """Leaves the order to qssf, and placement to comparative advantage."""
+        self._fallback, self._qssf = reason, True
+        self._distrust(reason, "qssf")
+
+    def _misplace(self, reason: str, instead: str) -> None:
+        """Leaves the placement to something else, until the order is decided again."""
+        self._misplaced = f"; placed by {instead}: {reason}"
+        self._distrust(reason, instead)
+
+    def _distrust(self, reason: str, instead: str) -> None:
         """Notes that the agents are not to be trusted now; told once in a row of such decisions."""
         self.num_fallbacks += 1
-        self._fallback = reason
-        self._token, self._qssf = None, qssf
+        self._token = None
         if not self._distrusted:
-            _LOG.warning("falling back to %s: %s", "qssf" if qssf else "the heuristic", reason)
+            _LOG.warning("falling back to %s: %s", instead, reason)
         self._distrusted = True
 
     def _choose(self, job: Job, features: np.ndarray, seen: Tensor, token: Tensor) -> int:
@@ -351,7 +371,7 @@ class Dual:
         try:
             return advantage(job, state, among)
         except (RuntimeError, ValueError, ArithmeticError) as error:  # of the linear algebra in the speed model
-            self._blame(f"the speed model failed: {error}")
+            self._misplace(f"the speed model failed: {error}", "packing")
             return packed(job, state, among)
 
     def _advantage_for(self, state: ClusterState) -> Advantage:
