@@ -245,7 +245,8 @@ class Dual:
         return f"{what}; order by {how}{declined}{self._misplaced}"
 
     def _overdue(self, jobs: Sequence[Job], state: ClusterState) -> Reservation | None:
-        late = [job for job in jobs if _waited_s(job, state) > self._patience_s]
+        before_s = state.now_s - self._patience_s  # not all of the time since need have been waiting
+        late = [job for job in jobs if job.submit_s < before_s and _waited_s(job, state) > self._patience_s]
         if not late:
             return None
         first = min(late, key=lambda job: (job.submit_s, job.id))
