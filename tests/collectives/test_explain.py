@@ -49,6 +49,28 @@ def test_explain_tells_what_each_rank_waits_for(engine: str) -> None:
     assert "all_reduce(sum, float32, shape (5,)), which needs rank 1" in text
 
 
+def ask_when_a_group_has_ended(rank: Rank) -> str:
+    """Rank 1 has left one of two groups."""
+    init(rank)
+    other = dist.new_group()
+    text = ""
+    if rank.rank == 1:
+        dist.destroy_process_group(other)
+        rank.store.set("left", "")
+        rank.store.wait(["asked"])
+    else:
+        rank.store.wait(["left"])
+        text = explain()
+        rank.store.set("asked", "")
+    dist.destroy_process_group()
+    return text
+
+
+def test_a_rank_that_has_left_one_of_several_groups_is_not_said_to_be_gone() -> None:
+    text = run_ranks(ask_when_a_group_has_ended, 2, store="tcp", env=by_engine("ordered"))[0]
+    assert "rank 1 waits in no collective" in text
+
+
 def ask_by_signal(rank: Rank) -> str:
     """Rank 0 blocks in its main thread; the signal comes from outside of it until the answer is there."""
     calls: list[int] = []

@@ -20,7 +20,7 @@ inline Caller caller(const pybind11::object& look) {
     Caller caller;
     caller.interrupted = [] {
         py::gil_scoped_acquire gil;
-        return PyErr_CheckSignals() != 0;
+        return PyErr_Occurred() != nullptr || PyErr_CheckSignals() != 0;
     };
     caller.look = [&look](std::uint64_t group, const std::vector<std::uint64_t>& blocked,
                           const std::vector<Issuer>& issuers) {
@@ -33,7 +33,11 @@ inline Caller caller(const pybind11::object& look) {
             const auto found = look(group, blocked, pairs).cast<std::pair<std::string, bool>>();
             sight = {found.first, found.second};
         } catch (py::error_already_set& error) {
-            error.discard_as_unraisable("torchext.collectives, looking for deadlocks");
+            if (error.matches(PyExc_Exception)) {
+                error.discard_as_unraisable("torchext.collectives, looking for deadlocks");
+            } else {
+                error.restore();  // of a signal that came meanwhile; `interrupted` sees it next
+            }
         }
         return sight;
     };

@@ -6,6 +6,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -196,9 +197,14 @@ void bind_order(py::module_& m) {
         // For each rank, by number: whether it is gone, and what it waits for.
         .def("reports",
              [](Orderer& orderer) {
+                 std::map<int, std::pair<bool, Report>> reports;
+                 {
+                     py::gil_scoped_release nogil;
+                     reports = orderer.reports();
+                 }
                  py::list all;
                  const Nanoseconds t = now();
-                 for (const auto& [rank, entry] : orderer.reports()) {
+                 for (const auto& [rank, entry] : reports) {
                      py::list calls;
                      for (const auto& b : entry.second.blocked) {
                          if (!b.future) calls.append(told(b, t));
@@ -209,9 +215,14 @@ void bind_order(py::module_& m) {
              })
         // This rank's calls in flight.
         .def("pending", [](Orderer& orderer) {
+            std::vector<Blocked> pending;
+            {
+                py::gil_scoped_release nogil;
+                pending = orderer.pending();
+            }
             py::list calls;
             const Nanoseconds t = now();
-            for (const auto& b : orderer.pending()) calls.append(told(b, t));
+            for (const auto& b : pending) calls.append(told(b, t));
             return calls;
         });
 }

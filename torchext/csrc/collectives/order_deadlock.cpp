@@ -192,8 +192,9 @@ void Orderer::spread_verdict(Code code, const std::string& text, const std::map<
                                     [&](const auto& known) { return known.first == own->second; });
     if (claim == claims_.end()) return;
     ++num_deadlocks_;
-    const auto ops = std::move(claim->second);
-    claims_.erase(claim);
+    const auto ops = claim->second;
+    // Two ranks may have told of it, by different versions.
+    std::erase_if(claims_, [&](const auto& known) { return known.second == ops; });
     for (const auto& op : ops) fail(op, code, text, members, true);
 }
 
@@ -201,11 +202,9 @@ std::map<int, std::pair<bool, Report>> Orderer::reports() {
     std::lock_guard lock(mutex_);
     pass();  // nobody else may look while nothing is in flight
     std::map<int, std::pair<bool, Report>> all;
+    const auto reached = neighbours();
     for (const auto& group : groups_) {
-        for (std::size_t p = 0; p < group->ranks.size(); ++p) {
-            auto& [gone, report] = all[group->ranks[p]];
-            gone = gone || group->lost[p] != Code::none;
-        }
+        for (const int rank : group->ranks) all[rank].first = rank != own_rank() && reached.count(rank) == 0;
     }
     for (auto& [rank, entry] : all) {
         const auto known = views_.find(rank);
