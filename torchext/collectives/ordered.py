@@ -66,9 +66,9 @@ class OrderedProcessGroup(NamedGroup):
     ranks, across all ordered groups that have members in common, and by one thread at a time. So asynchronous calls can
     be issued in any order on each rank, on overlapping groups and by several threads. A blocking call waits where it
     stands: if ranks wait in a circle, each in a call that another would issue only later, all of them get a
-    `DeadlockError` within a second, or a `CollectiveMismatchError` if they wait on one group; such waits are not put
-    off here, whatever ``on_deadlock`` says. Calls belong together if they agree in group, operation, reduction, dtype,
-    shape, root and `torchext.tag`.
+    `DeadlockError`, most within a second, or a `CollectiveMismatchError` if they wait on one group; such waits are not
+    put off here, whatever ``on_deadlock`` says. Calls belong together if they agree in group, operation, reduction,
+    dtype, shape, root and `torchext.tag`.
 
     The returned works are asynchronous. ``wait()`` blocks the host until the collective is launched and from then on
     does what the inner work's does: over NCCL, the caller's stream waits and the host does not. The collective itself
