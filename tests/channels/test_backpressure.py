@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import signal
 import threading
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.channels.processes import DEADLINE_S
+from tests.channels.processes import DEADLINE_S, process
 from torchext.channels import Channel, ChannelFull, ChannelTimeout
 
 
@@ -149,6 +152,49 @@ def test_slot_bytes_bound_what_is_kept() -> None:
             sender.send(torch.zeros(num_bytes, dtype=torch.uint8), timeout=10)
             assert channel.receive(10).numel() == num_bytes
         assert channel.stats()["retained_bytes"] <= 1 << 21
+
+
+def _receive_and_stay(channel: Channel, done: Any) -> None:
+    for _ in range(2):
+        assert channel.receive(DEADLINE_S) is not None  # the first is freed with the second, the second not yet
+    done.set()
+    signal.pause()
+
+
+def test_slabs_that_receivers_have_returned_are_there_for_who_needs_one() -> None:
+    """They are freed when their process next receives; a sender that finds no free one does not wait for that."""
+    done = multiprocessing.get_context("fork").Event()
+    with (
+        Channel(slots=1, on_peer_death="continue") as channel,
+        channel.sender() as sender,
+        process(_receive_and_stay, channel, done) as child,
+    ):
+        for i in range(2):
+            sender.send(i, timeout=DEADLINE_S)
+        assert done.wait(DEADLINE_S)
+        assert channel.stats()["held"] == 0
+        num_slabs = 2 * 1 + 256
+        blocks = [sender.reserve(torch.empty(1), timeout=DEADLINE_S) for _ in range(num_slabs)]
+        for block in blocks:  # all that there are, with that one
+            block.__enter__()
+        with pytest.raises(ChannelTimeout), sender.reserve(torch.empty(1), timeout=0):
+            pass
+        waits = threading.Thread(target=lambda: sender.reserve(torch.empty(1), timeout=DEADLINE_S).__enter__())
+        waits.start()
+        blocks.pop().__exit__(None, None, None)
+        got = channel.receive(DEADLINE_S)
+        assert waits.is_alive()
+        del got  # nothing is received any more, and the thread waits for a slab
+        waits.join(DEADLINE_S)
+        assert not waits.is_alive()
+        child.kill()
+        child.join()
+        for block in blocks:
+            with contextlib.suppress(ZeroDivisionError):
+                block.__exit__(ZeroDivisionError, ZeroDivisionError(), None)
+        sender.send(2, timeout=DEADLINE_S)
+        assert channel.receive(DEADLINE_S) == 2
+        assert channel.stats()["held"] == 0
 
 
 def _shared_bytes() -> int:

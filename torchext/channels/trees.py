@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-# torch dtype, bytes, the numpy dtype that has the same bytes, and what to view that as where it is not the same type
+# torch dtype, bytes, the numpy dtype that has the same bytes, what to view that as where it is not the same type, and
+# whether it is complex
 _SAME = ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "complex128")
 _UNSIGNED = ("uint16", "uint32", "uint64")
 _VIEWED = {
@@ -32,11 +33,13 @@ def set_up() -> None:
     """Tells the native codec about torch; once, before it is used."""
     from torchext._native import channels as native
 
-    rows = [(torch.bool, 1, np.dtype("bool"), None)]
-    rows += [(getattr(torch, name), np.dtype(name).itemsize, np.dtype(name), None) for name in (*_SAME, *_UNSIGNED)]
+    rows: list[tuple[Any, ...]] = [(torch.bool, 1, np.dtype("bool"), None, False)]
+    for name in (*_SAME, *_UNSIGNED):
+        dtype = getattr(torch, name)
+        rows.append((dtype, dtype.itemsize, np.dtype(name), None, dtype.is_complex))
     for name, stored in _VIEWED.items():
         if (dtype := getattr(torch, name, None)) is not None:  # the latest came with torch 2.8
-            rows.append((dtype, dtype.itemsize, np.dtype(stored), dtype))
+            rows.append((dtype, dtype.itemsize, np.dtype(stored), dtype, dtype.is_complex))
     native.set_up(
         {
             "tensor": torch.Tensor,

@@ -21,6 +21,7 @@ struct DType {
     std::size_t bytes;  // of one element
     PyObject* numpy;    // the dtype that it is read as
     PyObject* view_as;  // the torch.dtype to view that as, or nullptr
+    bool is_complex;
 };
 
 // What Python tells once, at import. Never freed.
@@ -183,7 +184,7 @@ void Encoded::tensor(PyObject* object) {
     const auto on_cpu = attribute(object, py_.is_cpu);
     const bool ready = code < py_.dtypes.size() && (room_only_ || (on_cpu.ptr() == Py_True &&
                        attribute(object, py_.layout).ptr() == py_.strided && truth(object, py_.is_contiguous) &&
-                       !truth(object, py_.is_conj) && !truth(object, py_.is_neg)));
+                       !(py_.dtypes[code].is_complex && truth(object, py_.is_conj)) && !truth(object, py_.is_neg)));
     if (!ready) {
         held = call(py_.prepare_tensor, object);
         if (held.is_none()) {  // sparse, quantized, ...: torch's own pickling
@@ -562,7 +563,7 @@ void bind_codec(py::module_& m) {
                 PyObject* view_as = py::object(row[3]).release().ptr();
                 p.dtypes.push_back({py::object(row[0]).release().ptr(), row[1].cast<std::size_t>(),
                                     py::dtype::from_args(py::object(row[2])).release().ptr(),
-                                    view_as == Py_None ? nullptr : view_as});
+                                    view_as == Py_None ? nullptr : view_as, row[4].cast<bool>()});
             }
             const auto intern = [](const char* text) { return PyUnicode_InternFromString(text); };
             p.data_ptr = intern("data_ptr");

@@ -19,7 +19,7 @@ public:
 
 class Queue final : public QueueState {
 public:
-    static constexpr std::uint64_t kMagic = 0x3230'4e48'4354'5854;  // changes with the layout
+    static constexpr std::uint64_t kMagic = 0x3330'4e48'4354'5854;  // changes with the layout
     static constexpr std::uint32_t kMaxRows = 4096;
     static constexpr std::uint32_t kWriters = kMaxPeers;  // slabs for those who write at the same time
     static constexpr std::uint64_t kSpace = std::uint64_t{1} << 41;  // of address space at most
@@ -92,9 +92,9 @@ public:
     // A slab for one message of so many bytes.
     Status begin(std::uint32_t peer, std::uint64_t bytes, Nanoseconds deadline, Sleeper& sleeper,
                  std::size_t deaths, Ticket& ticket) {
-        return wait(kSend, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
+        return wait(kSend, peer, deadline, sleeper, deaths, &Queue::unclear, [&]() -> std::optional<Status> {
             if (unreachable()) return Status::closed;
-            if (q().num_free == 0) return std::nullopt;
+            if (!any_free()) return std::nullopt;
             ticket = {take_free(peer, bytes), 0, false};
             return Status::ok;
         });
@@ -105,7 +105,7 @@ public:
     Status commit(std::uint32_t peer, const Ticket& ticket, std::uint64_t header_bytes, std::int64_t version,
                   Nanoseconds deadline, Sleeper& sleeper, std::size_t deaths, bool keep = false) {
         bool wake = false;
-        const auto status = wait(kSend, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
+        const auto status = wait(kSend, peer, deadline, sleeper, deaths, &Queue::seems_full, [&]() -> std::optional<Status> {
             if (const auto full = make_room(peer, wake); full != Status::ok) return full;
             append(ticket.slab, header_bytes, version, wake);
             return Status::ok;
@@ -122,9 +122,9 @@ public:
     Status send(std::uint32_t peer, std::uint64_t bytes, std::uint64_t header_bytes, std::int64_t version,
                 Nanoseconds deadline, Sleeper& sleeper, std::size_t deaths, Fill fill) {
         bool wake = false;
-        const auto status = wait(kSend, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
+        const auto status = wait(kSend, peer, deadline, sleeper, deaths, &Queue::seems_full, [&]() -> std::optional<Status> {
             if (const auto full = make_room(peer, wake); full != Status::ok) return full;
-            if (q().num_free == 0) return std::nullopt;
+            if (!any_free()) return std::nullopt;
             const auto i = take_free(peer, bytes);
             fill(i);
             append(i, header_bytes, version, wake);
@@ -138,7 +138,7 @@ public:
     Status begin_row(std::uint32_t peer, const std::string& header, std::uint64_t data_bytes, Nanoseconds deadline,
                      Sleeper& sleeper, std::size_t deaths, Ticket& ticket) {
         bool wake = false, wake_next = false;
-        const auto status = wait(kSend, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
+        const auto status = wait(kSend, peer, deadline, sleeper, deaths, &Queue::unclear, [&]() -> std::optional<Status> {
             if (unreachable()) return Status::closed;
             if (q().holes != 0) {
                 if (fill_hole(peer, header, ticket, wake)) return Status::ok;
@@ -151,7 +151,7 @@ public:
                     if (policy() != Policy::drop_oldest) return turn_away();
                     drop_oldest();
                 }
-                if (q().num_free == 0) return std::nullopt;
+                if (!any_free()) return std::nullopt;
                 open_batch(header, data_bytes);
             }
             const auto i = q().open_slab - 1;
@@ -209,19 +209,20 @@ public:
     Status receive(std::uint32_t peer, Nanoseconds deadline, Sleeper& sleeper, std::size_t deaths,
                    Batch& batch) {
         bool wake = false, wake_next = false;
-        const auto status = wait(kReceive, peer, deadline, sleeper, deaths, [&]() -> std::optional<Status> {
+        const auto status = wait(kReceive, peer, deadline, sleeper, deaths, &Queue::seems_empty, [&]() -> std::optional<Status> {
+            if (const auto mine = returned_.exchange(0, std::memory_order_relaxed); mine != 0) free_returned(mine - 1);
             if (queued() == 0) {
                 const bool over = closed() || all_senders_left();
                 if (!over) return std::nullopt;
                 seal_all();
                 if (queued() == 0) return Status::closed;
             }
-            const auto i = ring_[q().head % ring_size_];
+            const auto i = pop();
             auto& slab = slabs_[i];
             slab.owner = peer;
             slab.state.store(static_cast<std::uint32_t>(SlabState::reading), std::memory_order_release);
-            ++q().head;
             ++q().num_reading;
+            if (q().num_reading > q().slots) free_all_returned();
             batch = {i, slab.rows, q().num_reading > q().slots};
             count(q().counters.received, slab.rows != 0 ? slab.done : 1);
             // Senders that wait for room sleep until half of it is there, or each message would cost two switches between
@@ -235,7 +236,8 @@ public:
         return status;
     }
 
-    // The receiver has done with it.
+    // The receiver has done with it. Without the lock if it can be: the next call of receive, which takes it anyway, frees
+    // the slab; meanwhile a sender that needs one may.
     void release(std::uint32_t i) {
         auto& slab = slabs_[i];
         if (q().poison != 0) std::memset(data(i), 0xFF, slab.bytes);
@@ -246,12 +248,16 @@ public:
             if (slab.touched > from) madvise(data(i) + from, round_up(slab.touched - from, 4096), MADV_REMOVE);
             slab.touched = from;
         }
+        slab.state.store(static_cast<std::uint32_t>(SlabState::returned));  // seq_cst, see free_returned
+        const auto before = returned_.exchange(i + 1, std::memory_order_relaxed);
+        if (before == 0 && q().scarce.load() == 0) return;
         bool wake = false;
         {
             Locked lock(*this);
-            --q().num_reading;
             wake = q().waiting[kSend] > q().num_free;  // who waits for slots, of which this is none, is woken by receive
-            put_back(i);
+            if (q().waiting[kSend] == 0) q().scarce.store(0);
+            if (before != 0) free_returned(before - 1);
+            free_returned(i);
         }
         if (wake) wake_side(kSend, false);
     }
@@ -261,11 +267,12 @@ public:
     };
     Depth depth() {
         Locked lock(*this);
-        Depth d{0, queued(), q().num_open, q().num_reading, 0};
+        Depth d{0, queued(), q().num_open, 0, 0};
         for (std::uint64_t i = 0; i < q().num_slabs; ++i) {
             const auto& slab = slabs_[i];
             d.retained_bytes += slab.touched;
             const auto state = state_of(slab);
+            if (state == SlabState::reading) ++d.reading;
             if (state == SlabState::queued || state == SlabState::open) d.messages += slab.rows != 0 ? slab.done : 1;
         }
         return d;
@@ -273,6 +280,11 @@ public:
 
 private:
     explicit Queue(Mapping mapping) : QueueState(std::move(mapping)) {}
+
+    // Whether trying would be in vain, as far as can be seen without the lock.
+    bool unclear() const { return false; }
+    bool seems_empty() const { return queued() == 0; }
+    bool seems_full() const { return policy() == Policy::block && queued() >= q().slots; }
 
     // With the lock: whether a message by itself may be queued, and what else becomes of it; nothing: wait.
     std::optional<Status> make_room(std::uint32_t peer, bool& wake) {
@@ -295,7 +307,7 @@ private:
     }
 
     void wake_side(Side side, bool all) {
-        auto& word = side == kSend ? q().writable : q().readable;
+        auto& word = q().bells[side].word;
         word.fetch_add(1, std::memory_order_release);
         if (all) {
             futex_wake_all(word);
@@ -304,24 +316,27 @@ private:
         }
     }
 
-    // Tries until it gives a status. Wakes up now and then to look at signals and at the other processes. One waker wakes
-    // one waiter; if that one dies with the news, the others look again within kScanEvery.
+    // Tries until it gives a status. Looks on for a moment before it sleeps; wakes up now and then to look at signals and at
+    // the other processes. One waker wakes one waiter; if that one dies with the news, the others look again within
+    // kScanEvery. Only those who sleep, or are about to, are counted as waiting, and cost the other side a system call.
+    // Where trying seems in vain it looks on first: without the lock, which the other side needs to change that.
     template <class Try>
     Status wait(Side side, std::uint32_t peer, Nanoseconds deadline, Sleeper& sleeper, std::size_t deaths,
-                Try attempt) {
+                bool (Queue::*in_vain)() const, Try attempt) {
         if (forked()) return Status::forked;
         const Role role = side == kSend ? Role::sender : Role::receiver;
         if (this->deaths(role) != deaths && deaths != kHeedless) return Status::peer_died;
-        auto& word = side == kSend ? q().writable : q().readable;
+        auto& bell = q().bells[side];
         auto& cell = q().segment.peers[peer];
         auto& waited = side == kSend ? q().counters.send_wait_ns : q().counters.receive_wait_ns;
-        bool listed = false;
+        bool listed = false, looked = false;
         Nanoseconds since = 0;
         std::optional<Status> early;
         while (true) {
             std::uint32_t seen = 0;
+            const auto news = bell.news.load(std::memory_order_relaxed);
             std::optional<Status> status;
-            {
+            if (looked || !(this->*in_vain)() || closed() || now() >= deadline) {
                 Locked lock(*this);
                 if (listed) {
                     --q().waiting[side];
@@ -332,8 +347,8 @@ private:
                 if (early != Status::interrupted) status = attempt();
                 if (!status.has_value()) status = early;
                 if (!status.has_value() && now() >= deadline) status = Status::timeout;
-                if (!status.has_value()) {
-                    seen = word.load(std::memory_order_relaxed);  // changed after what we wait for, which the lock guards
+                if (!status.has_value() && looked) {
+                    seen = bell.word.load(std::memory_order_relaxed);  // changed after what we wait for, which the lock guards
                     ++q().waiting[side];
                     ++cell.waiting[side];
                     listed = true;
@@ -353,7 +368,11 @@ private:
                 since = now();
                 sleeper.before_sleep();
             }
-            pause(word, seen, std::min(deadline - now(), kScanEvery));
+            if (!std::exchange(looked, true)) {
+                if (look_on(bell.news, news)) continue;
+            } else {
+                futex_wait(bell.word, seen, std::min(deadline - now(), kScanEvery));
+            }
             if (sleeper.interrupted()) {
                 early = Status::interrupted;
             } else if (this->deaths(role) != deaths && deaths != kHeedless) {
@@ -362,23 +381,24 @@ private:
         }
     }
 
-    // Waits for the word to change: a little by turning in place, if that has been enough lately, else asleep.
-    void pause(std::atomic<std::uint32_t>& word, std::uint32_t seen, Nanoseconds timeout) {
+    // Waits a little for the word to change, turning in place: the longer, the more often that has been enough lately.
+    bool look_on(const std::atomic<std::uint32_t>& word, std::uint32_t seen) {
         const auto turns = turns_.load(std::memory_order_relaxed);
         for (std::uint32_t i = 0; i < turns; ++i) {
-            if (word.load(std::memory_order_acquire) != seen) {
+            if (word.load(std::memory_order_relaxed) != seen) {
                 turns_.store(std::min(turns * 2, kMostTurns), std::memory_order_relaxed);
-                return;
+                return true;
             }
             cpu_relax();
         }
         turns_.store(std::max(turns / 2, kLeastTurns), std::memory_order_relaxed);
-        futex_wait(word, seen, timeout);
+        return false;
     }
 
     static constexpr std::uint32_t kLeastTurns = 8;
-    static constexpr std::uint32_t kMostTurns = 1024;
+    static constexpr std::uint32_t kMostTurns = 512;  // about as long as it takes to fall asleep and be woken
     std::atomic<std::uint32_t> turns_{64};
+    std::atomic<std::uint32_t> returned_{0};  // a slab that this process has returned and nobody may have freed, plus one
 };
 
 }  // namespace torchext::channels

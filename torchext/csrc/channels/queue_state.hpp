@@ -61,7 +61,22 @@ protected:
 
     // All of these with the lock.
 
-    std::uint64_t queued() const { return q().tail - q().head; }
+    std::uint64_t queued() const {  // without the lock: about
+        const auto head = q().head.load(std::memory_order_relaxed), tail = q().tail.load(std::memory_order_relaxed);
+        return tail > head ? tail - head : 0;
+    }
+    void push(std::uint32_t i) {
+        const auto tail = q().tail.load(std::memory_order_relaxed);
+        ring_[tail % ring_size_] = i;
+        q().tail.store(tail + 1, std::memory_order_relaxed);
+        q().bells[kReceive].news.store(static_cast<std::uint32_t>(tail + 1), std::memory_order_relaxed);
+    }
+    std::uint32_t pop() {
+        const auto head = q().head.load(std::memory_order_relaxed);
+        q().head.store(head + 1, std::memory_order_relaxed);
+        q().bells[kSend].news.store(static_cast<std::uint32_t>(head + 1), std::memory_order_relaxed);
+        return ring_[head % ring_size_];
+    }
 
     // Nobody is left who could receive.
     bool unreachable() const {
@@ -91,12 +106,29 @@ protected:
         const auto decayed = q().recent_bytes - q().recent_bytes / 64;
         std::atomic_ref(q().recent_bytes).store(std::max(slab.bytes, decayed), std::memory_order_relaxed);
         slab.state.store(static_cast<std::uint32_t>(SlabState::queued), std::memory_order_release);
-        ring_[q().tail++ % ring_size_] = i;
+        push(i);
     }
 
     void put_back(std::uint32_t i) {
         slabs_[i].state.store(static_cast<std::uint32_t>(SlabState::free), std::memory_order_release);
         free_[q().num_free++] = i;
+    }
+
+    // A slab that a receiver has returned, unless somebody has freed it meanwhile.
+    void free_returned(std::uint32_t i) {
+        // seq_cst, with `scarce`: either we see it here, or who returns it sees that we lack one
+        if (slabs_[i].state.load() != static_cast<std::uint32_t>(SlabState::returned)) return;
+        --q().num_reading;
+        put_back(i);
+    }
+    void free_all_returned() {
+        for (std::uint32_t i = 0; i < q().num_slabs; ++i) free_returned(i);
+    }
+    bool any_free() {
+        if (q().num_free != 0) return true;
+        q().scarce.store(1);
+        free_all_returned();
+        return q().num_free != 0;
     }
 
     // A free slab, for a message by itself.
@@ -127,7 +159,7 @@ protected:
     }
 
     void drop_oldest() {
-        const auto i = ring_[q().head++ % ring_size_];
+        const auto i = pop();
         count(q().counters.dropped_oldest, slabs_[i].rows != 0 ? slabs_[i].done : 1);
         put_back(i);
     }
@@ -290,7 +322,7 @@ protected:
 
     void repair() override {
         auto& h = q();
-        h.head = h.tail = 0;
+        std::uint32_t num_queued = 0;
         h.num_free = h.num_open = h.num_reading = h.holes = 0;
         h.waiting[0] = h.waiting[1] = 0;
         for (const auto& cell : h.segment.peers) {
@@ -315,12 +347,15 @@ protected:
                 slab.given = h.open_slab == i + 1 || !is_open(i) ? given : slab.rows;
                 if (is_open(i)) h.holes += slab.given - present;
             }
-            if (state_of(slab) == SlabState::queued) ring_[h.tail++] = i;
-            if (state_of(slab) == SlabState::free) free_[h.num_free++] = i;
-            if (state_of(slab) == SlabState::reading) ++h.num_reading;
+            const auto state = state_of(slab);  // once: what is being read may be returned at any time
+            if (state == SlabState::queued) ring_[num_queued++] = i;
+            if (state == SlabState::free) free_[h.num_free++] = i;
+            if (state == SlabState::reading || state == SlabState::returned) ++h.num_reading;
         }
-        std::sort(ring_, ring_ + h.tail, [this](auto a, auto b) { return slabs_[a].seq < slabs_[b].seq; });
-        if (h.tail != 0) h.next_seq = std::max(h.next_seq, slabs_[ring_[h.tail - 1]].seq + 1);
+        std::sort(ring_, ring_ + num_queued, [this](auto a, auto b) { return slabs_[a].seq < slabs_[b].seq; });
+        if (num_queued != 0) h.next_seq = std::max(h.next_seq, slabs_[ring_[num_queued - 1]].seq + 1);
+        h.head.store(0, std::memory_order_relaxed);
+        h.tail.store(num_queued, std::memory_order_relaxed);
         if (h.open_slab != 0) {
             const auto& slab = slabs_[h.open_slab - 1];
             if (!is_open(h.open_slab - 1) || slab.given == slab.rows) h.open_slab = 0;
@@ -344,7 +379,7 @@ protected:
             } else if (slab.owner == peer && state == SlabState::writing) {
                 count(q().counters.torn);
                 put_back(i);
-            } else if (slab.owner == peer && state == SlabState::reading) {
+            } else if (slab.owner == peer && (state == SlabState::reading || state == SlabState::returned)) {
                 --q().num_reading;
                 put_back(i);
             }

@@ -8,7 +8,8 @@ namespace torchext::channels {
 using namespace transport;
 
 enum class Policy : std::uint32_t { block = 0, drop_oldest = 1, drop_newest = 2, error = 3 };
-enum class SlabState : std::uint32_t { free = 0, writing = 1, open = 2, queued = 3, reading = 4 };
+// `returned` is what no receiver looks at any more, and nobody has freed yet.
+enum class SlabState : std::uint32_t { free = 0, writing = 1, open = 2, queued = 3, reading = 4, returned = 5 };
 // What is open takes rows; or was cut short, and waits for rows that are being written; or is ready, and waits for what was
 // begun before.
 enum class Ending : std::uint32_t { open = 0, cut = 1, ready = 2 };
@@ -34,10 +35,16 @@ struct alignas(kLine) Slab {
     std::uint32_t ending;   // of what is open: Ending
 };
 
+// A cache line for each side, so that it stays with whoever sends, or receives, alone.
 struct Counters {
-    std::atomic<std::uint64_t> sent, received, dropped_oldest, dropped_newest, refused, stale, torn, copied, bytes_sent;
-    std::atomic<std::uint64_t> staleness_sum, staleness_max;
-    std::atomic<std::uint64_t> send_wait_ns, receive_wait_ns;
+    alignas(kLine) std::atomic<std::uint64_t> sent, bytes_sent, dropped_oldest, dropped_newest, refused, torn, send_wait_ns;
+    alignas(kLine) std::atomic<std::uint64_t> received, stale, staleness_sum, staleness_max, copied, receive_wait_ns;
+};
+
+// What one side waits for.
+struct alignas(kLine) Bell {
+    std::atomic<std::uint32_t> word;  // a futex, raised for those who sleep
+    std::atomic<std::uint32_t> news;  // for who looks on without sleeping: changes with what is queued, or taken
 };
 
 struct QueueHeader {
@@ -45,18 +52,19 @@ struct QueueHeader {
     // Constant.
     std::uint64_t slots, slot_bytes, num_slabs, stride, data_offset, num_senders;
     std::uint32_t policy, poison;
-    // Futexes: raised whenever there is something new to receive, or room to send.
-    alignas(kLine) std::atomic<std::uint32_t> readable;
-    alignas(kLine) std::atomic<std::uint32_t> writable;
-    // Guarded by the lock.
+    std::atomic<std::uint32_t> scarce;  // some sender has found no free slab: whoever returns one wakes it; rarely changes
+    Bell bells[2];                      // of senders, which wait for room, and of receivers
+    // Guarded by the lock; `head` and `tail` are looked at without, too.
     alignas(kLine) std::uint64_t next_seq;
     std::uint32_t batch_rows;  // what new messages are put together to; 0: nothing
     std::uint32_t open_slab;   // the batch that still has rows to give, plus one
     std::uint64_t recent_bytes;  // about the largest of the latest messages
     // Rebuilt by repair.
-    std::uint64_t head, tail;  // of the ring
-    std::uint32_t num_free, num_open, num_reading, holes;
-    std::uint32_t waiting[2];
+    std::atomic<std::uint64_t> head, tail;  // of the ring
+    std::uint32_t num_free, num_open;
+    std::uint32_t num_reading;  // with those that were returned
+    std::uint32_t holes;
+    std::uint32_t waiting[2];  // those asleep, or about to be
     Counters counters;
 };
 

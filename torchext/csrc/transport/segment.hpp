@@ -388,7 +388,14 @@ protected:
     class Locked {
     public:
         explicit Locked(Segment& segment) : segment_(segment) {
-            const int error = pthread_mutex_lock(&segment.header().lock);
+            auto* lock = &segment.header().lock;
+            int error = pthread_mutex_trylock(lock);
+            // It is held for less than it takes to fall asleep and be woken, unless its owner was put to sleep.
+            for (int turn = 0; error == EBUSY && turn < kLockTurns; ++turn) {
+                cpu_relax();
+                error = pthread_mutex_trylock(lock);
+            }
+            if (error == EBUSY) error = pthread_mutex_lock(lock);
             if (error == EOWNERDEAD) {
                 segment.repair_all();
                 pthread_mutex_consistent(&segment.header().lock);
@@ -401,6 +408,7 @@ protected:
         Locked& operator=(const Locked&) = delete;
 
     private:
+        static constexpr int kLockTurns = 50;
         Segment& segment_;
     };
 
