@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -572,6 +573,42 @@ def test_a_folder_that_others_could_write_to_is_refused(runtime: Path) -> None:
     runtime.chmod(0o777)
     with pytest.raises(ChannelError, match="must belong to this user alone"):
         Channel(name="rollouts")
+
+
+def test_another_user_cannot_reach_a_named_channel(runtime: Path) -> None:
+    if os.getuid() != 0:
+        pytest.skip("needs to become another user (root)")
+
+    def as_nobody() -> None:
+        os.chdir(runtime)
+        os.setgroups([])
+        os.setuid(65534)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as caller:
+            try:
+                caller.connect("rollouts.channel")
+            except PermissionError:
+                os._exit(3)
+
+    with Channel(name="rollouts"):
+        runtime.chmod(0o711)  # so that the folder's mode is not what keeps them out
+        with process(as_nobody) as child:
+            assert ends(child) == 3
+        runtime.chmod(0o700)
+
+
+def test_nothing_of_a_channel_stays_in_a_process_that_has_closed_it() -> None:
+    def there() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("torchext-channel")
+
+    before = there()
+    for _ in range(3):
+        with Channel(slots=2) as channel, process(send_range, channel, 0, 5) as child:
+            got = [message["i"] for message in channel]
+            assert ends(child) == 0
+        assert got == list(range(5))
+        del channel
+        assert there() == before
 
 
 def test_a_channel_travels_through_a_pipe_while_its_process_has_it() -> None:

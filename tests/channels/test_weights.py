@@ -77,7 +77,7 @@ def test_readers_never_see_a_torn_or_older_version(method: str) -> None:
     source = model()
     with (
         WeightBroadcast(source) as weights,
-        process(load_for_ever, weights, method=method) as first,
+        process(load_for_ever, weights) as first,
         process(load_for_ever, weights, method=method) as second,
     ):
         for version in range(1, 301):
