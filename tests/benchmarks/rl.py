@@ -25,10 +25,10 @@ import queue as queues
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -57,15 +57,6 @@ def cpu_s() -> float:
 
 
 Spent = tuple[float, float]  # CPU seconds, of these for playing
-
-
-def end_explorer(spent: Any, now: Spent, since: Spent | None) -> NoReturn:
-    """Ends a forked explorer; the queue gets what it has spent since its first rollout."""
-    since = since or now
-    spent.put((now[0] - since[0], now[1] - since[1]))
-    spent.close()
-    spent.join_thread()
-    os._exit(0)
 
 
 class Player:
@@ -99,9 +90,10 @@ class Player:
                 rollout["observation"][t] = torch.from_numpy(self.observations)
                 action, rollout["log_prob"][t] = self.example.sample(self.logits(rollout["observation"][t]))
                 rollout["action"][t] = action
+                rewards, ended = rollout["reward"][t].numpy(), rollout["ended"][t].numpy()
                 for i, (env, choice) in enumerate(zip(self.envs, action.tolist(), strict=True)):
-                    observation, reward, terminated, truncated, _ = env.step(choice)
-                    rollout["reward"][t, i], rollout["ended"][t, i] = float(reward), float(terminated or truncated)
+                    observation, rewards[i], terminated, truncated, _ = env.step(choice)
+                    ended[i] = terminated or truncated
                     self.observations[i] = env.reset()[0] if terminated or truncated else observation
             rollout["observation"][self.options.rollout] = torch.from_numpy(self.observations)
         self.playing_s += time.thread_time() - start
@@ -142,38 +134,59 @@ def added(result: tuple[int, float, Spent], others: list[Spent]) -> Round:
     return steps, seconds, sum(row[0] for row in rows), sum(row[1] for row in rows)
 
 
+@contextlib.contextmanager
+def exploring(options: argparse.Namespace, play: Callable[[int, Player], Iterator[None]]) -> Iterator[list[Spent]]:
+    """Forks explorers; the list has what each has spent, from its first rollout on, once the block is left.
+
+    ``play(number, player)`` plays rollouts, yields after each, and returns when the learner says so.
+    """
+    spent: Any = FORK.Queue()
+
+    def explore(number: int) -> None:
+        os.setsid()
+        player, since = Player(number, options), None
+        for _ in play(number, player):
+            since = since or player.spent()
+        now = player.spent()
+        since = since or now
+        spent.put((now[0] - since[0], now[1] - since[1]))
+        spent.close()
+        spent.join_thread()
+        os._exit(0)
+
+    processes = [FORK.Process(target=explore, args=(number,)) for number in range(options.explorers)]
+    for process in processes:
+        process.start()
+    others: list[Spent] = []
+    yield others
+    others += [spent.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+
+
 def run_torchext(options: argparse.Namespace) -> Round:
     learner = Learner(options)
-    spent: Any = FORK.Queue()
     slots = 4 if options.algorithm == "impala" else 2
     with Channel(slots=slots, num_senders=options.explorers) as channel, WeightBroadcast(learner.policy) as weights:
 
-        def explore(number: int) -> None:
-            os.setsid()
-            player, spec, since = Player(number, options), None, None
+        def play(_: int, player: Player) -> Iterator[None]:
+            spec = player.spec()
             with contextlib.suppress(ChannelClosed), channel.sender() as sender:
                 weights.wait()
                 while True:
                     version = weights.load_into(player.policy)
-                    spec = spec if spec is not None else player.spec()
                     with sender.reserve(spec, version=version) as rollout:
                         player.play(rollout)
-                    since = since or player.spent()
-            end_explorer(spent, player.spent(), since)
+                    yield
 
-        explorers = [FORK.Process(target=explore, args=(number,)) for number in range(options.explorers)]
-        for explorer in explorers:
-            explorer.start()
-        weights.publish()
-        for batch in ChannelLoader(channel, options.explorers, weights=weights):
-            if not learner.learn(batch):
-                break
+        with exploring(options, play) as others:
             weights.publish()
-        result = learner.result()
-        channel.close()
-        others = [spent.get(timeout=60) for _ in explorers]
-        for explorer in explorers:
-            explorer.join()
+            for batch in ChannelLoader(channel, options.explorers, weights=weights):
+                if not learner.learn(batch):
+                    break
+                weights.publish()
+            result = learner.result()
+            channel.close()
     return added(result, others)
 
 
@@ -182,11 +195,9 @@ def run_queue(options: argparse.Namespace) -> Round:
     context = torch.multiprocessing.get_context("fork")
     rollouts: Any = context.Queue(maxsize=4 * options.explorers)
     weights: list[Any] = [context.Queue() for _ in range(options.explorers)]
-    ended, spent = FORK.Event(), FORK.Queue()
+    ended = FORK.Event()
 
-    def explore(number: int) -> None:
-        os.setsid()
-        player, since = Player(number, options), None
+    def play(number: int, player: Player) -> Iterator[None]:
         player.policy.load_state_dict(weights[number].get())
         while not ended.is_set():
             with contextlib.suppress(queues.Empty):
@@ -196,24 +207,18 @@ def run_queue(options: argparse.Namespace) -> Round:
             player.play(rollout)
             with contextlib.suppress(queues.Full):
                 rollouts.put(rollout, timeout=1)
-            since = since or player.spent()
-        end_explorer(spent, player.spent(), since)
+            yield
 
-    explorers = [FORK.Process(target=explore, args=(number,)) for number in range(options.explorers)]
-    for explorer in explorers:
-        explorer.start()
-    while True:
-        state = {key: value.clone() for key, value in learner.policy.state_dict().items()}
-        for queue in weights:
-            queue.put(state)
-        parts = [rollouts.get(timeout=60) for _ in range(options.explorers)]
-        if not learner.learn({key: torch.stack([part[key] for part in parts]) for key in parts[0]}):
-            break
-    result = learner.result()
-    ended.set()
-    others = [spent.get(timeout=60) for _ in explorers]
-    for explorer in explorers:
-        explorer.join()
+    with exploring(options, play) as others:
+        while True:
+            state = {key: value.clone() for key, value in learner.policy.state_dict().items()}
+            for queue in weights:
+                queue.put(state)
+            parts = [rollouts.get(timeout=60) for _ in range(options.explorers)]
+            if not learner.learn({key: torch.stack([part[key] for part in parts]) for key in parts[0]}):
+                break
+        result = learner.result()
+        ended.set()
     return added(result, others)
 
 
