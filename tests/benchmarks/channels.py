@@ -6,9 +6,10 @@
 The dummy algorithm of XingTian's paper: each explorer sends ``--messages`` messages of one tensor as fast as it can;
 time runs from the first send to the last receive. CPU time is that of all processes meanwhile, in microseconds per
 message: what stays comparable on a busy machine. The table gives medians over the rounds and the ratio to torchext.
-With --copy the learner copies each message into a batch of its own. The first line of each table is a bare copy of as
-many messages, by one process, into memory that is there but in no cache. With --weights: one publisher, four
-receivers, from the call of publish to the last load, against a queue for each receiver.
+With --copy the learner copies each message into a batch of its own. The first lines of each table are a bare copy of as
+many messages, by one process, into memory that is there but in no cache, and how long it takes to wake a process: the
+learner sleeps when the first message comes. With --weights: one publisher, four receivers, from the call of publish to
+the last load, against a queue for each receiver.
 
 With --rate: messages per second of 1 KiB, over 100,000 of them. With --overlap: the time of a learner's step that
 computes while explorers make and send its next batch, against the longer of computing alone and communicating alone.
@@ -114,18 +115,18 @@ def explore(connect: Any, send: Any, size: int, count: int, ready: Any, start: A
     cpu, first = cpu_s(), time.monotonic()
     for _ in range(count):
         send(link, message)
-    end.wait()  # some need their sender until the last was received
+    end.acquire()  # some need their sender until the last was received
     results.put((first, None, cpu_s() - cpu))
     results.close()
     results.join_thread()
     os._exit(0)
 
 
-def learn(receive: Any, warm_up: int, size: int, copies: bool, ready: Any, end: Any, results: Any) -> None:
+def learn(receive: Any, explorers: int, size: int, copies: bool, ready: Any, end: Any, results: Any) -> None:
     os.setsid()
-    batch = torch.zeros(8, size, dtype=torch.uint8)
+    batch = torch.ones(8, size, dtype=torch.uint8)
     messages = receive(None)
-    for _ in range(warm_up):
+    for _ in range(explorers * WARM_UP):
         batch[0] = next(messages)
     cpu = cpu_s()
     ready.set()  # it waits for messages when they come, as learners do
@@ -135,7 +136,8 @@ def learn(receive: Any, warm_up: int, size: int, copies: bool, ready: Any, end: 
         del x
     last = time.monotonic()
     spent = cpu_s() - cpu
-    end.wait()
+    for _ in range(explorers):
+        end.release()
     results.put((None, last, spent))
     results.close()
     results.join_thread()
@@ -148,9 +150,9 @@ Round = tuple[float, float]  # seconds, CPU seconds
 def run_link(make: Callable[[int], Link], size: int, explorers: int, options: argparse.Namespace) -> Round:
     count = options.messages
     connect, send, receive = make(explorers * (count + WARM_UP))
-    ready, start, end = FORK.Event(), FORK.Barrier(explorers), FORK.Barrier(explorers + 1)
+    ready, start, end = FORK.Event(), FORK.Barrier(explorers), FORK.Semaphore(0)
     results = FORK.Queue()
-    learner = (receive, explorers * WARM_UP, size, options.copy, ready, end, results)
+    learner = (receive, explorers, size, options.copy, ready, end, results)
     processes = [FORK.Process(target=learn, args=learner)]
     processes += [
         FORK.Process(target=explore, args=(connect, send, size, count, ready, start, end, results))
@@ -183,7 +185,7 @@ def run_loader(size: int, explorers: int, options: argparse.Namespace) -> Round:
 
     def learner() -> None:
         os.setsid()
-        batch, first = torch.zeros(8, size, dtype=torch.uint8), float("inf")
+        batch, first = torch.ones(8, size, dtype=torch.uint8), float("inf")
         loader: DataLoader[Any] = DataLoader(
             Messages(size, options.messages, start),
             batch_size=None,
@@ -227,7 +229,7 @@ def run_ray(size: int, explorers: int, options: argparse.Namespace) -> Round:
     actors = [ray.remote(Explorer).options(num_cpus=0).remote() for _ in range(explorers)]
     ray.get([actor.make.remote() for actor in actors for _ in range(WARM_UP)])
     before = sum(ray.get([actor.cpu_s.remote() for actor in actors])) + cpu_s()
-    batch = torch.zeros(8, size, dtype=torch.uint8)
+    batch = torch.ones(8, size, dtype=torch.uint8).numpy()
     first = time.monotonic()
     # As many under way as its store has room for, or it would write them to the disk.
     under_way = max(2, min(options.messages, (1 << 30) // (size * explorers)))
@@ -242,7 +244,7 @@ def run_ray(size: int, explorers: int, options: argparse.Namespace) -> Round:
             pending[actor.make.remote()] = actor
         message = ray.get(done[0])
         if options.copy:
-            batch[i % 8] = torch.from_numpy(message["x"].copy())
+            batch[i % 8] = message["x"]
         i += 1
         del message, done
     last = time.monotonic()
@@ -261,6 +263,31 @@ def copy_s(size: int, count: int) -> float:
     for i in range(count):
         ctypes.memmove(to + i * size, source, size)
     return time.monotonic() - start
+
+
+def wake_s() -> float:
+    """Seconds until a process that sleeps at a pipe runs, once another has written to it: half a round trip."""
+    (request, requests), (answer, answers) = os.pipe(), os.pipe()
+
+    def echo() -> None:
+        os.setsid()
+        while os.read(request, 1) == b"x":
+            os.write(answers, b"x")
+        os._exit(0)
+
+    process = FORK.Process(target=echo)
+    process.start()
+    times = []
+    for _ in range(200):
+        start = time.monotonic()
+        os.write(requests, b"x")
+        os.read(answer, 1)
+        times.append((time.monotonic() - start) / 2)
+    os.write(requests, b"-")
+    process.join()
+    for end in (request, requests, answer, answers):
+        os.close(end)
+    return statistics.median(times)
 
 
 def run_ray_graph(size: int, explorers: int, options: argparse.Namespace) -> Round:
@@ -282,7 +309,7 @@ def run_ray_graph(size: int, explorers: int, options: argparse.Namespace) -> Rou
     with InputNode() as given:
         graph = MultiOutputNode([actor.make.bind(given) for actor in actors])
     compiled = graph.experimental_compile(_buffer_size_bytes=size + (1 << 16), _max_inflight_executions=8)
-    batch = torch.zeros(8, size, dtype=torch.uint8)
+    batch = torch.ones(8, size, dtype=torch.uint8).numpy()
 
     def rounds(count: int) -> None:
         pending: deque[Any] = deque()
@@ -293,7 +320,7 @@ def run_ray_graph(size: int, explorers: int, options: argparse.Namespace) -> Rou
                 given += 1
             for message in ray.get(pending.popleft()):
                 if options.copy:
-                    batch[got % 8] = torch.from_numpy(message["x"].copy())
+                    batch[got % 8] = message["x"]
                 got += 1
 
     rounds(WARM_UP)
@@ -332,14 +359,25 @@ def measure_rate(options: argparse.Namespace) -> None:
 
 def measure_overlap(options: argparse.Namespace) -> None:
     """Whether communication hides behind computation; on two free cores, one for each side."""
-    size, steps = 4 << 20, 60
+    size, slots, steps = 4 << 20, 4, 5
     matrix = torch.randn(384, 384)
 
     def compute() -> None:
         for _ in range(8):
             torch.mm(matrix, matrix)
 
-    def learner_s(channel: Channel | None, computes: bool) -> float:
+    def explorer(channel: Channel) -> None:
+        os.setsid()
+        message = {"x": torch.zeros(size, dtype=torch.uint8)}
+        with contextlib.suppress(ChannelClosed), channel.sender() as sender:
+            while True:
+                sender.send(message)
+        os._exit(0)
+
+    def step_s(channel: Channel | None, computes: bool) -> float:
+        """Of one step, once what was sent while nobody received is used up."""
+        for _ in range(slots if channel is not None else 0):
+            channel.receive(60)
         start = time.monotonic()
         for _ in range(steps):
             batch = channel.receive(60) if channel is not None else None
@@ -348,23 +386,19 @@ def measure_overlap(options: argparse.Namespace) -> None:
             del batch
         return (time.monotonic() - start) / steps
 
-    def explorer(channel: Channel) -> None:
-        os.setsid()
-        message = {"x": torch.zeros(size, dtype=torch.uint8)}
-        with channel.sender() as sender:
-            for _ in range(steps):
-                sender.send(message)
-        os._exit(0)
-
     ratios = []
     for _ in range(options.rounds):
-        times = {"compute": learner_s(None, True)}
-        for name, computes in (("communicate", False), ("both", True)):
-            with Channel(slots=4) as channel:
-                process = FORK.Process(target=explorer, args=(channel,))
-                process.start()
-                times[name] = learner_s(channel, computes)
-                process.join()
+        turns: dict[str, list[float]] = {"compute": [], "communicate": [], "both": []}
+        with Channel(slots=slots) as channel:
+            process = FORK.Process(target=explorer, args=(channel,))
+            process.start()
+            for _ in range(12):  # by turns, as the speed of a machine changes
+                turns["compute"].append(step_s(None, True))
+                turns["communicate"].append(step_s(channel, False))
+                turns["both"].append(step_s(channel, True))
+            channel.close()
+            process.join()
+        times = {name: statistics.median(values) for name, values in turns.items()}
         ratios.append(times["both"] / max(times["compute"], times["communicate"]))
         print(", ".join(f"{name} {1e3 * value:.2f} ms" for name, value in times.items()), flush=True)
     print(f"a step takes {statistics.median(ratios):.3f} of the longer of the two, least {min(ratios):.3f}")
@@ -602,6 +636,7 @@ def main() -> None:
             share = f"{100 * bare_s / ours_s:.0f} % of it by torchext"
             rate = f"{count * size / bare_s / 1e6:10.0f} MB/s {1e6 * bare_s / count:10.1f} us"
             print(f"  {'bare copy':<12}{rate}   {share}")
+            print(f"  {'bare wake-up':<26}{1e6 * wake_s():10.1f} us, of a process by another")
             for name, (seconds, cpu) in medians.items():
                 rate = f"{count * size / seconds / 1e6:10.0f} MB/s {1e6 * seconds / count:10.1f} us"
                 ratios = f"time {seconds / ours_s:6.1f}x, CPU {cpu / max(ours_cpu, 1e-9):6.1f}x"
