@@ -26,6 +26,7 @@ _PRESENCES = ("absent", "here", "left", "dead")
 _CREATOR, _RECEIVER, _SENDER, _CARRIER = range(4)
 # Status codes of csrc/transport/segment.hpp
 _OK, _DROPPED, _TIMEOUT, _CLOSED, _FULL, _INTERRUPTED, _PEER_DIED, _FORKED = range(8)
+_FOREVER = float("inf")
 
 
 class Channel:
@@ -163,37 +164,49 @@ class Channel:
             ChannelClosed: None will come.
             PeerDied: A sender or receiver died; once for each. The next call goes on.
         """
-        return self.receive_versioned(timeout)[0]
+        if not self._rows:
+            got = self._next(timeout)
+            if got[1] == 0:
+                return got[0]
+            self._keep_rows(got)
+        return self._take_row(timeout)[0]
 
     def receive_versioned(self, timeout: float | timedelta | None = None) -> tuple[Any, int]:
         """As `receive`, together with the version that was given to `Sender.send` (-1: none)."""
-        if self._rows:
-            with contextlib.suppress(IndexError):  # another thread took the last
-                return self._take_row()
-        got = self._next(timeout)
-        if got[1] == 0:
-            return got[0], got[2]
-        _, _, versions, there, lease = got
+        if not self._rows:
+            got = self._next(timeout)
+            if got[1] == 0:
+                return got[0], got[2]
+            self._keep_rows(got)
+        return self._take_row(timeout)
+
+    def _keep_rows(self, batch: tuple[Any, int, Any, list[int] | None, Any]) -> None:
+        _, _, versions, there, lease = batch
         indices = there if there is not None else range(len(versions))
         self._rows.extend((lease, index, version) for index, version in zip(indices, versions, strict=True))
-        return self._take_row()
 
-    def _take_row(self) -> tuple[Any, int]:
+    def _take_row(self, timeout: float | timedelta | None) -> tuple[Any, int]:
         from torchext._native import channels as native
 
-        lease, index, version = self._rows.popleft()
+        try:
+            lease, index, version = self._rows.popleft()
+        except IndexError:  # another thread took the last
+            return self.receive_versioned(timeout)
         return native.row(lease, index), version
 
     def _next(self, timeout: float | timedelta | None) -> tuple[Any, int, Any, list[int] | None, Any]:
         """The next message or batch, as csrc/channels/bindings.cpp gives it."""
-        limit_s = float("inf") if timeout is None else sharing.seconds(timeout)
+        limit_s = _FOREVER if timeout is None else sharing.seconds(timeout)
         if self._lease is not None:
             self._end_views()
         receiver = self._receiver
-        if receiver is None or self._queue.forked:
+        if receiver is None:
             receiver = self._join()
         got = receiver.receive(limit_s)
         if isinstance(got, int):
+            if got == _FORKED:  # found out only here, as to ask before each message costs
+                self._join()
+                return self._next(limit_s)
             raise self._failure(got, limit_s, receiver)
         if self._ends_views:
             self._lease = got[4]
@@ -373,14 +386,17 @@ class Sender:
             ValueError: It is too large, or nested too deep.
         """
         endpoint = self._endpoint
-        if endpoint is None or self._queue.forked:
+        if endpoint is None:
             endpoint = self._ready()
-        limit_s = float("inf") if timeout is None else sharing.seconds(timeout)
+        limit_s = _FOREVER if timeout is None else sharing.seconds(timeout)
         status = endpoint.send(tree, limit_s, version)
         if status == _OK:
             return True
         if status == _DROPPED:
             return False
+        if status == _FORKED:  # found out only here, as to ask before each message costs
+            self._join()
+            return self.send(tree, limit_s, version=version)
         raise self._channel._failure(status, limit_s, endpoint, sends=True)
 
     @contextlib.contextmanager
