@@ -31,7 +31,9 @@ def test_free_machines_are_those_that_plain_counting_finds(data: st.DataObject) 
         usable = [0 if i in closed else f for i, f in enumerate(free)]
         for state_now in (state, state.copy()):
             assert state_now.free == free
-            assert state_now.num_free == sum(usable)
+            assert (state_now.num_gpus, state_now.num_free) == (sum(sizes), sum(usable))
+            assert state_now.most_free == max(usable)
+            assert state_now.num_idle == sum(f == size for f, size in zip(usable, sizes, strict=True))
             assert [state_now.is_open(i) for i in range(len(sizes))] == [i not in closed for i in range(len(sizes))]
             for gpus in range(1, max(sizes) + 1):
                 fit = [i for i, f in enumerate(usable) if f >= gpus]
@@ -65,9 +67,11 @@ def test_service_and_progress_add_up_over_runs() -> None:
     assert (state.service_gpu_s(job), state.progress_s(job)) == (4.0, 0.0)
     state.now_s = 20.0
     assert (state.service_gpu_s(job), state.progress_s(job)) == (20.0, 3.0)
+    assert list(state.worked()) == [("a", 3.0)]
     state.remember(state.stop(job), progress_s=2.0)
     state.now_s = 100.0
     assert (state.service_gpu_s(job), state.progress_s(job)) == (20.0, 2.0)
+    assert list(state.worked()) == [("a", 2.0)]
     state.start(job, Placement(((0, 2),)))
     state.now_s = 101.0
     assert (state.service_gpu_s(job), state.progress_s(job)) == (22.0, 2.0)

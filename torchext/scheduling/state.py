@@ -59,6 +59,7 @@ class ClusterState:
         now_s: The present time, set by the driver before it asks for decisions.
         free: Free GPUs of each machine, whether or not it is open.
         num_free: Free GPUs of all open machines.
+        num_gpus: GPUs of all machines.
         running: Running jobs by id, in the order they were started.
         of_type: Bit set of the machines of each type, in the order of the cluster.
         sizes: Distinct numbers of GPUs per machine, the largest first.
@@ -68,13 +69,14 @@ class ClusterState:
         self.cluster = cluster
         self.now_s = 0.0
         self.free = [machine.num_gpus for machine in cluster.machines]
-        self.num_free = sum(self.free)
+        self.num_free = self.num_gpus = sum(self.free)
         self._total = self.free.copy()
         self.running: dict[str, Running] = {}
         self.of_type: dict[str, int] = {}
         self.sizes = sorted(set(self.free), reverse=True)
         self._bits = [1 << i for i in range(len(self.free))]
         self._with_free = [0] * (self.sizes[0] + 1)
+        self._of_size: dict[int, int] = {}
         self._within: dict[float, int] = {}  # price -> machines that cost no more
         self._closed = 0
         self._jobs_on: list[dict[str, None]] = [{} for _ in self.free]
@@ -82,6 +84,7 @@ class ClusterState:
         for i, machine in enumerate(cluster.machines):
             self.of_type[machine.type] = self.of_type.get(machine.type, 0) | self._bits[i]
             self._with_free[machine.num_gpus] |= self._bits[i]
+            self._of_size[machine.num_gpus] = self._of_size.get(machine.num_gpus, 0) | self._bits[i]
 
     def copy(self) -> ClusterState:
         """Copies the state, to try decisions on; the `Running` records are shared."""
@@ -130,6 +133,16 @@ class ClusterState:
                 return True
         return False
 
+    @property
+    def most_free(self) -> int:
+        """Free GPUs of the open machine that has the most; 0 if all are closed."""
+        return next((num_gpus for num_gpus in reversed(range(len(self._with_free))) if self._with_free[num_gpus]), 0)
+
+    @property
+    def num_idle(self) -> int:
+        """How many open machines have all of their GPUs free."""
+        return sum((self._with_free[size] & bits).bit_count() for size, bits in self._of_size.items())
+
     def within(self, max_price_per_gpu_hour: float) -> int:
         """Says, as a bit set, which machines cost no more than this."""
         bits = self._within.get(max_price_per_gpu_hour)
@@ -164,6 +177,13 @@ class ClusterState:
         if running is not None:
             return running.progress(self.now_s)
         return self._past.get(job.id, _NOTHING)[1]
+
+    def worked(self) -> Iterator[tuple[str, float]]:
+        """Yields the ids of jobs that run or have run, each with `progress_s` of the job."""
+        for job_id, (_, progress_s) in self._past.items():
+            yield job_id, progress_s
+        for job_id, running in self.running.items():
+            yield job_id, running.progress(self.now_s)
 
     def crowding(self, placement: Placement) -> tuple[float, ...]:
         """Computes, for each machine of a placement that is taken already, the share of its other GPUs in use."""

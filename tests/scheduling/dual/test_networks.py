@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from torchext.scheduling.dual.features import CLUSTER_FEATURES, JOB_FEATURES
-from torchext.scheduling.dual.networks import HOLD_FEATURES, MACHINE_FEATURES, Agents, OrderingAgent, log_choice
+from torchext.scheduling.dual.networks import (
+    HOLD_FEATURES,
+    MACHINE_FEATURES,
+    Agents,
+    OrderingAgent,
+    _Attention,
+    log_choice,
+)
 
 
 def _agents(seed: int = 0) -> Agents:
@@ -82,6 +89,18 @@ def test_every_part_learns_once_the_last_layers_have_moved() -> None:
     for name, parameter in agents.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.parametrize(("num_asking", "num_told"), [(3, 40), (40, 3), (5, 5)])
+def test_attention_is_that_of_the_definition_whichever_side_is_longer(num_asking: int, num_told: int) -> None:
+    torch.manual_seed(0)
+    attention = _Attention(16)
+    asking, told = torch.randn(2, num_asking, 16), torch.randn(2, num_told, 16)
+    present = torch.rand(2, num_told) < 0.7
+    present[:, 0] = True
+    weights = attention.ask(asking) @ attention.key(told).mT / 4.0
+    expected = weights.masked_fill(~present[:, None], -math.inf).softmax(-1) @ attention.say(told)
+    assert torch.allclose(attention(asking, told, present), expected, atol=1e-6)
 
 
 def test_cost_grows_with_jobs_not_with_their_square() -> None:

@@ -208,8 +208,8 @@ def test_jobs_that_were_withdrawn_are_forgotten() -> None:
     old = Job("old", 0.0, 1)
     for i in range(2000):
         features.describe([old, Job(f"j{i}", 0.0, 1)], state)
-    assert len(features._rows) < 300
-    assert "old" in features._rows
+    assert len(features._laws.rows) < 300
+    assert "old" in features._laws.rows
 
 
 def test_agents_may_hold_jobs_back_but_never_stop_the_queue() -> None:
@@ -358,6 +358,15 @@ def test_stopping_pays_when_short_jobs_come_behind_long_ones() -> None:
         for policy in (_preemptive(), Dual(Agents(), budget_s=math.inf))
     ]
     assert jct_s[0] < jct_s[1]
+
+
+def test_where_slowdown_counts_it_is_lower() -> None:
+    slowdowns = [
+        summarize(simulate(_trace(1, 120), Cluster.uniform(2, 4), _preemptive(slowdown_s=counts)))["slowdown"]
+        for counts in (0.0, 3600.0)
+    ]
+    assert slowdowns[1]["mean"] < slowdowns[0]["mean"]
+    assert slowdowns[1]["p99"] < slowdowns[0]["p99"]
 
 
 class _ByType:

@@ -21,12 +21,13 @@ Shapes: Q jobs to describe, E ended jobs remembered, R running ones, B bins of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
 
+from torchext.scheduling.dual.rows import Rows, grown
 from torchext.scheduling.state import ClusterState
 from torchext.scheduling.types import Job
 
@@ -47,10 +48,13 @@ _PRIOR = 1.0
 _ESTIMATE, _SPREAD = 5.0, 2.0
 # Of a law's mass, spread evenly: nothing is impossible.
 _DOUBT = 1e-3
+# Shorter jobs' slowdowns count as if they ran for so long.
+_SHORTEST_S = 60.0
 # A running job younger than this says nothing.
 _OLD_S = 60.0
-# Numbers of pairs of jobs to compare in one decision; in long queues, laws are renewed in turn.
-_MOST_PAIRS = 2**16
+# Numbers of pairs of jobs to compare in one decision; in long queues, laws are renewed in turn. To renew a law takes as
+# long as so many pairs, at least.
+_MOST_PAIRS, _FEWEST_PAIRS = 2**16, 4 * _NUM_BINS
 # Running jobs that are heard, the latest to start: others are hardly like any that wait.
 _MOST_WITNESSES = 256
 
@@ -77,57 +81,70 @@ class Laws:
     """Laws of running times. Not thread-safe.
 
     Everything is of work: seconds on machines of speed 1.
+
+    Args:
+        slowdown_s: Job-seconds that one unit of slowdown counts. An end then is worth the more the shorter the job, and
+            Gittins' index is per worth, so that jobs come earlier that may end after a short time.
+
+    Attributes:
+        rows: Of the jobs that are known, see `know`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, slowdown_s: float = 0.0) -> None:
+        self._slowdown_s = slowdown_s
         self._tenants: dict[str, int] = {}
         self._all = _ESTIMATE * _around(3600.0, _SPREAD)  # (B,) of all ended jobs
         self._ended = _Alike(*np.zeros((3, 0), dtype=np.float32))
         self._ended_bins = np.zeros(0, dtype=np.int64)
         self._new: list[tuple[float, float, float, int]] = []  # ended jobs not among those yet
-        # Of jobs described, by row.
-        self._rows: dict[str, int] = {}
+        self.rows = Rows()
+        # By row.
         self._alike = _Alike(*np.zeros((3, 0)))
         self._counts = np.zeros((0, _NUM_BINS))
         self._told = np.zeros((0, len(LAW_FEATURES)), dtype=np.float32)
-        self._free_rows: list[int] = []
         self._next = 0  # whose law is renewed next in a long queue
 
     def finished(self, job: Job, work_s: float) -> None:
-        """Counts an ended job, in the laws of those described too."""
-        self.forget([job.id])
+        """Counts an ended job, in the laws of those known too."""
+        self.rows.forget([job.id])
         at = min(int(np.searchsorted(_UPPER_S, work_s)), _NUM_BINS - 1)
         submit_s, log2_gpus, tenant = entry = self._entry(job)
         self._all[at] += 1.0
         self._new.append((*entry, at))
-        if self._rows:
-            rows = np.fromiter(self._rows.values(), dtype=np.int64, count=len(self._rows))
+        if self.rows:
+            rows = self.rows.all()
             one = _Alike(*(np.array([value]) for value in (submit_s, log2_gpus, tenant)))
             self._counts[rows, at] += _likeness(_take(self._alike, rows), one)[:, 0]
 
-    def forget(self, job_ids: Iterable[str]) -> None:
-        """Drops jobs that will not be asked for again."""
-        for job_id in job_ids:
-            row = self._rows.pop(job_id, None)
-            if row is not None:
-                self._free_rows.append(row)
+    def know(self, jobs: Sequence[Job]) -> tuple[np.ndarray, Sequence[Job]]:
+        """Gets to know jobs, until they have finished or are taken out of `rows`.
 
-    def describe(self, jobs: Sequence[Job], done_s: np.ndarray, state: ClusterState) -> np.ndarray:
+        Returns:
+            The row of each, (Q,) int64, and those that are new.
+        """
+        try:
+            return self.rows.of(jobs), ()
+        except KeyError:
+            new = [job for job in {job.id: job for job in jobs}.values() if job.id not in self.rows]
+            for job in new:
+                self._add(job)
+            return self.rows.of(jobs), new
+
+    def describe(self, jobs: Sequence[Job], rows: np.ndarray, done_s: np.ndarray, state: ClusterState) -> np.ndarray:
         """Tells of the laws of what is left of each job.
 
         Args:
             jobs: Q of them.
+            rows: (Q,), theirs, as `know` gave them.
             done_s: (Q,), the work that each has done.
             state: The cluster now.
 
         Returns:
             (Q, len(LAW_FEATURES)) float32: times as logs of hours, and the log of 1 + the number of jobs.
         """
-        known = self._rows
-        rows = np.array([known[job.id] if job.id in known else self._add(job) for job in jobs], dtype=np.int64)
         witnesses, ages_s = self._witnesses(jobs, done_s, state)
         # In long queues the laws of waiting jobs are renewed in turn.
-        most = max(_MOST_PAIRS // max(len(witnesses), _NUM_BINS), 1)
+        most = max(_MOST_PAIRS // max(len(witnesses), _FEWEST_PAIRS), 1)
         due = np.isnan(self._told[rows, 0]) | (done_s > 0) | (len(jobs) <= most)
         if len(jobs) > most:
             due[(self._next + np.arange(most)) % len(jobs)] = True
@@ -135,8 +152,10 @@ class Laws:
         due_rows, due_done_s = rows[due], done_s[due]
         for begin in range(0, len(due_rows), most):
             part = slice(begin, begin + most)
-            self._told[due_rows[part]] = _tell(self._laws(due_rows[part], witnesses, ages_s), due_done_s[part])
-        return self._told[rows]
+            law = self._laws(due_rows[part], witnesses, ages_s)
+            self._told[due_rows[part]] = _tell(law, due_done_s[part], self._slowdown_s)
+        told: np.ndarray = self._told[rows]
+        return told
 
     def _witnesses(
         self, jobs: Sequence[Job], done_s: np.ndarray, state: ClusterState
@@ -161,17 +180,19 @@ class Laws:
             return counts
         theirs = _Alike(*np.array([self._entry(job) for job in witnesses]).T)
         alike = _likeness(_take(self._alike, rows), theirs)  # (Q, R)
-        alike[rows[:, None] == np.array([self._rows.get(job.id, -1) for job in witnesses])] = 0.0
+        alike[rows[:, None] == np.array([self.rows.get(job.id) for job in witnesses])] = 0.0
         at = np.minimum(np.searchsorted(_UPPER_S, ages_s), _NUM_BINS - 1)
         longer = alike @ np.eye(_NUM_BINS, dtype=alike.dtype)[at]  # (Q, B), of those that have come to each bin
         beyond = counts[:, ::-1].cumsum(1)[:, ::-1]
         given: np.ndarray = counts * (1 + (longer / beyond).cumsum(1))
         return given
 
-    def _add(self, job: Job) -> int:
-        if not self._free_rows:
-            self._grow()
-        row = self._rows[job.id] = self._free_rows.pop()
+    def _add(self, job: Job) -> None:
+        row = self.rows.add(job.id)
+        if row >= len(self._counts):
+            size = self.rows.capacity
+            self._alike = _Alike(*(grown(values, size) for values in self._alike))
+            self._counts, self._told = grown(self._counts, size), grown(self._told, size)
         one = self._entry(job)
         for values, value in zip(self._alike, one, strict=True):
             values[row] = value
@@ -181,15 +202,6 @@ class Laws:
         if job.estimate_s is not None:
             self._counts[row] += _ESTIMATE * _around(job.estimate_s, 0.0)
         self._told[row] = math.nan
-        return row
-
-    def _grow(self) -> None:
-        size = len(self._counts)
-        more = max(size, 256)
-        self._alike = _Alike(*(np.concatenate([values, np.zeros(more)]) for values in self._alike))
-        self._counts = np.concatenate([self._counts, np.zeros((more, _NUM_BINS))])
-        self._told = np.concatenate([self._told, np.zeros((more, len(LAW_FEATURES)), dtype=np.float32)])
-        self._free_rows = list(range(size + more - 1, size - 1, -1))
 
     def _entry(self, job: Job) -> tuple[float, float, float]:
         tenant = self._tenants.setdefault(job.tenant, len(self._tenants))
@@ -212,10 +224,11 @@ def _take(alike: _Alike, rows: np.ndarray) -> _Alike:
 
 
 def _likeness(ours: _Alike, theirs: _Alike) -> np.ndarray:
-    """How much each of theirs says of each of ours, (Q, N), up to 1."""
-    apart_s = np.abs(ours.submit_s[:, None] - theirs.submit_s)
-    alike: np.ndarray = np.exp(-np.abs(ours.log2_gpus[:, None] - theirs.log2_gpus)) / (1 + apart_s / _NEAR_S)
-    alike[ours.tenant[:, None] != theirs.tenant] *= _OTHER_TENANT
+    """How much each of theirs says of each of ours, (Q, N) float32, up to 1."""
+    apart = (np.abs(ours.submit_s[:, None] - theirs.submit_s) / _NEAR_S).astype(np.float32)
+    octaves = np.abs(ours.log2_gpus[:, None] - theirs.log2_gpus).astype(np.float32)
+    of_tenant = np.where(ours.tenant[:, None] == theirs.tenant, np.float32(1), np.float32(_OTHER_TENANT))
+    alike: np.ndarray = of_tenant * np.exp(-octaves) / (1 + apart)
     return alike
 
 
@@ -229,7 +242,7 @@ def _around(time_s: float, spread: float) -> np.ndarray:
     return law
 
 
-def _tell(counts: np.ndarray, done_s: np.ndarray) -> np.ndarray:
+def _tell(counts: np.ndarray, done_s: np.ndarray, slowdown_s: float) -> np.ndarray:
     """Says what is left of jobs that took so long how often, (Q, B), once some work is done, (Q,)."""
     begin_s = np.maximum(_LOWER_S, done_s[:, None])
     end_s = np.maximum(_UPPER_S, 1.05 * begin_s)
@@ -239,10 +252,12 @@ def _tell(counts: np.ndarray, done_s: np.ndarray) -> np.ndarray:
     mass = counts * ahead
     upto = mass.cumsum(1)
     whole = upto[:, -1:]
-    left_s = np.maximum(np.sqrt(begin_s * end_s) - done_s[:, None], 5.0)
+    middle_s = np.sqrt(begin_s * end_s)
+    left_s = np.maximum(middle_s - done_s[:, None], 5.0)
     spent_s = (mass * left_s).cumsum(1)
+    worth = (mass * (1 + slowdown_s / np.maximum(middle_s, _SHORTEST_S))).cumsum(1) if slowdown_s else upto
     with np.errstate(divide="ignore"):
-        index_s = np.where(mass > 0, (spent_s + (whole - upto) * (end_s - done_s[:, None])) / upto, np.inf).min(1)
+        index_s = np.where(mass > 0, (spent_s + (whole - upto) * (end_s - done_s[:, None])) / worth, np.inf).min(1)
     deciles = [left_s[np.arange(len(mass)), (upto < share * whole).sum(1)] for share in (0.1, 0.5, 0.9)]
     typical = (mass * np.log(left_s)).sum(1) / whole[:, 0]
     logs = np.stack([typical, *np.log([index_s, spent_s[:, -1] / whole[:, 0], *deciles])], axis=1) - math.log(3600.0)

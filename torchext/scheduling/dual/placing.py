@@ -24,6 +24,8 @@ _WANTED = 0.75
 _WORTH_IT, _PATIENCE, _SOON_H = 0.4, 3.0, 300 / 3600.0
 # What a machine is typically worth changes slowly; it is computed again after this time.
 _TYPICAL_FOR_S = 300.0
+# Hopes that are remembered until speeds are predicted anew.
+_MOST_HOPED = 1000
 # Not worth a thought.
 _LEAST_LOST = 0.05
 
@@ -60,6 +62,8 @@ class Advantage:
         self._typical_then: np.ndarray | None = None  # as of _typical_s
         self._typical_s = 0.0
         self._num_gpus: np.ndarray | None = None
+        # What a class with so many GPUs on a machine may hope for, and the prediction that says so.
+        self._hoped: dict[tuple[str, int, float | None], tuple[np.ndarray, float]] = {}
         self._relative_prices: np.ndarray | None = None
 
     def __call__(self, job: Job, state: ClusterState, among: int = ANY_MACHINE) -> Placement | None:
@@ -170,13 +174,19 @@ class Advantage:
         if price is not None:
             among &= state.within(price)
         mean = self.model.predict(job.job_class, state.now_s).mean
-        able = mean[self._able(state, each, price)]
-        free = np.sort(mean[list(state.fullest(each, among))])
         num_machines = -(-num_gpus // each)
-        if len(free) < num_machines or not len(able):
+        if not state.fits(num_machines, each, among):
             return 0.0, 0.0
-        at = int(_WANTED * (len(able) - 1))
-        return float(free[-num_machines]), float(np.partition(able, at)[at])
+        free = np.sort(mean[list(state.fullest(each, among))])
+        key = (job.job_class, each, price)
+        known = self._hoped.get(key)
+        if known is None or known[0] is not mean:
+            if len(self._hoped) >= _MOST_HOPED:
+                self._hoped.clear()
+            able = mean[self._able(state, each, price)]
+            at = int(_WANTED * (len(able) - 1))
+            known = self._hoped[key] = (mean, float(np.partition(able, at)[at]))
+        return float(free[-num_machines]), known[1]
 
     def _able(self, state: ClusterState, num_gpus: int, price: float | None) -> np.ndarray:
         """Which machines are large enough and not too dear, (M,) bool."""

@@ -154,10 +154,9 @@ class Dual:
         self._reservation: Reservation | None = None
         self._declined: dict[Shape, str] = {}  # since the latest decision on the order, with the reason
         # Of the latest decision: why the ordering agent was not heard (empty if it was), what placed instead of the
-        # placement agent and why (as well), rows of jobs, and their features.
+        # placement agent and why (as well), and features of jobs.
         self._fallback = "no decision yet"
         self._misplaced = ""
-        self._rows: dict[str, int] = {}
         self._described = torch.empty(0, 0)
         self._token: Tensor | None = None
 
@@ -176,18 +175,17 @@ class Dual:
     def _scores(self, jobs: Sequence[Job], waiting: Sequence[Job], state: ClusterState) -> list[float]:
         """Scores jobs against each other; those that wait are the first of them, and only they can be held back."""
         described = self._describe(jobs, state)
-        self._rows = {job.id: row for row, job in enumerate(jobs)}
         self._described = torch.from_numpy(described)
-        said = self._ask(jobs, waiting, described, state)
+        said = self._ask(jobs, len(waiting), described, state)
         if said is None:
             order = described[:, 2] + described[:, 3] if self._qssf else described[:, 0]
             plain: list[float] = (_ORDER_SCALE * order).tolist()
             return plain
-        scores: list[float] = (-said.logits).tolist()
+        scores = -said.logits
         if state.running:  # else nothing would ever happen that could end the wait
-            held = (said.logits[: len(waiting)] < said.wait).tolist()
-            scores[: len(waiting)] = [math.inf if hold else score for hold, score in zip(held, scores, strict=False)]
-        return scores
+            scores[: len(waiting)].masked_fill_(said.logits[: len(waiting)] < said.wait, math.inf)
+        agreed: list[float] = scores.tolist()
+        return agreed
 
     def place(self, job: Job, state: ClusterState) -> Placement | None:
         """Chooses machines, one after another; the placement carries the speed expected there and its sd."""
@@ -198,7 +196,7 @@ class Dual:
         if shape is None:
             return None
         advantage = self._advantage_for(state)
-        row, token = self._rows.get(job.id), self._token if self._placement_learned else None
+        row, token = self.features.position_of(job), self._token if self._placement_learned else None
         seen = None if row is None else self._described[row]
         try:
             if seen is not None and self._declines(advantage, job, state, among, seen, token):
@@ -255,15 +253,13 @@ class Dual:
             return kept
         return Reservation.choose(first, state, self.forecast_s)
 
-    def _ask(
-        self, jobs: Sequence[Job], waiting: Sequence[Job], described: np.ndarray, state: ClusterState
-    ) -> Ordered | None:
-        """Asks the ordering agent, unless that is of no use or not to be trusted."""
+    def _ask(self, jobs: Sequence[Job], num_waiting: int, described: np.ndarray, state: ClusterState) -> Ordered | None:
+        """Asks the ordering agent, unless that is of no use or not to be trusted; the first of the jobs wait."""
         self._token, self._qssf = None, False
         if not self._order_learned and not self._placement_learned:
             self._fallback = "the agents are switched off"
             return None
-        if not self.preemptive and not _any_fits(waiting, state):
+        if not self.preemptive and all(packed(jobs[i], state) is None for i in self.features.kinds):
             self._fallback = "nothing fits, so the agents were not asked"
             return None
         if self._s_per_job * len(jobs) > self._budget_s:
@@ -271,10 +267,7 @@ class Dual:
             self._blame(f"{len(jobs)} jobs would take longer than {self._budget_s:g} s")
             return None
         begin_s = self._clock()
-        seen, cluster = (
-            torch.from_numpy(described),
-            torch.from_numpy(describe_cluster(waiting, described[: len(waiting)], state)),
-        )
+        seen, cluster = self._described, torch.from_numpy(describe_cluster(described[:num_waiting], state))
         with torch.no_grad():
             distance = float(self.agents.distance(cluster))
             limit = self._strange * float(self.agents.seen_limit)
@@ -305,16 +298,8 @@ class Dual:
 
     def _describe(self, jobs: Sequence[Job], state: ClusterState) -> np.ndarray:
         """Describes jobs, with what they would lose by starting now; that is left out where the speed model fails."""
-        lost: dict[Shape, float] = {}
-
-        def lost_by(job: Job) -> float:
-            value = lost.get(job.shape)
-            if value is None:
-                value = lost[job.shape] = self._advantage_for(state).lost(job, state)
-            return value
-
         try:
-            return self.features.describe(jobs, state, lost_by)
+            return self.features.describe(jobs, state, lambda job: self._advantage_for(state).lost(job, state))
         except (RuntimeError, ValueError, ArithmeticError) as error:
             self._misplace(f"the speed model failed: {error}", "packing")
             return self.features.describe(jobs, state)
@@ -392,13 +377,16 @@ class PreemptiveDual(Dual):
 
     Args:
         agents: As for `Dual`.
+        slowdown_s: Job-seconds that one unit of slowdown counts: more of it lets jobs that may be short stop others
+            more readily, for a lower slowdown and a longer mean completion time.
         options: As for `Dual`, but for `order_learned`.
     """
 
     preemptive: ClassVar = True
 
-    def __init__(self, agents: Agents, **options: Any) -> None:
+    def __init__(self, agents: Agents, *, slowdown_s: float = 0.0, **options: Any) -> None:
         super().__init__(agents, order_learned=False, **options)
+        self.features = JobFeatures(self.preemptive, slowdown_s)
         self._whole: dict[str, float] = {}  # scores of the latest decision, of waiting and running jobs
 
     def order(self, jobs: Sequence[Job], state: ClusterState) -> Sequence[float]:
@@ -423,15 +411,3 @@ class PreemptiveDual(Dual):
 def _waited_s(job: Job, state: ClusterState) -> float:
     """How long a job has waited in all: since it was submitted, but for the time in which it ran."""
     return state.now_s - job.submit_s - state.service_gpu_s(job) / job.num_gpus
-
-
-def _any_fits(jobs: Sequence[Job], state: ClusterState) -> bool:
-    if not state.num_free:
-        return False
-    tried: set[Shape] = set()
-    for job in jobs:
-        if job.shape not in tried:
-            tried.add(job.shape)
-            if packed(job, state) is not None:
-                return True
-    return False
