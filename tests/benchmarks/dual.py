@@ -20,8 +20,8 @@ dates are not known.
 the largest jobs need (then jobs come faster). Those of one batch, which tell most about each other, stay together.
 
 --preemptive: jobs may be stopped, and saving and loading takes a minute each; the reference is the better of las and
-qssf. --fees draws cost against JCT as prices count more. --time: 10,000 waiting jobs, 1,000 machines; CPU time of one
-process.
+qssf; `slowdown counts` gives up completion time for a lower slowdown. --fees draws cost against JCT as prices count
+more. --time: 10,000 waiting jobs, 1,000 machines; CPU time of one process.
 """
 
 from __future__ import annotations
@@ -165,6 +165,7 @@ def contenders(options: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, 
             "las": lambda episode: LAS(),
             "srsf*": lambda episode: SRSF(durations_s(episode)),
             "dual, preemptive": lambda episode: PreemptiveDual(agents, budget_s=math.inf),
+            "dual, slowdown counts": lambda episode: PreemptiveDual(agents, budget_s=math.inf, slowdown_s=3600.0),
         }
     if is_synthetic:
         reference = "machine mean, comparative"

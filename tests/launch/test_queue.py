@@ -30,27 +30,15 @@ def _queue(capsys: pytest.CaptureFixture[str], queue: Queue, *words: str) -> tup
 def test_jobs_are_submitted_run_and_told_about(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Queue(tmp_path / "q", options=("--listen", "127.0.0.1:0")) as queue:
-        words = (
-            "--nproc-per-node",
-            "2",
-            "--grace",
-            "5",
-            "--name",
-            "hello",
-            WORKER,
-            "show",
-            "TORCHEXT_JOB_ID",
-            "say",
-            "hi",
-        )
-        command = [sys.executable, "-m", "torchext", "run", "--queue", str(queue.folder), *words]
-        with Program(command) as submitting:
-            assert (submitting.wait(), submitting.output) == (0, "job 1\n")
-            queue.wait_for_state(1, "done")  # within the block: at its end all ends that descends from the command
+    with Queue(tmp_path / "q", options=("--listen", "127.0.0.1:0")) as queue, contextlib.ExitStack() as stack:
         go = tmp_path / "go"
-        blocked = queue.submit("--nproc-per-node", "2", WORKER, "wait", str(go))
-        queue.wait_for_state(blocked, "running")
+        words = ("--nproc-per-node", "2", "--grace", "5", "--name", "hello", WORKER)
+        words += ("show", "TORCHEXT_JOB_ID", "say", "hi", "wait", str(go))
+        command = [sys.executable, "-m", "torchext", "run", "--queue", str(queue.folder), *words]
+        submitting = stack.enter_context(Program(command))  # at its end all ends that descends from it, the job too
+        assert (submitting.wait(), submitting.output) == (0, "job 1\n")
+        for rank in range(2):
+            queue.wait_for_log(1, f"rank {rank} hi")
         monkeypatch.setenv("TORCHEXT_QUEUE", str(queue.folder))
         log = queue.log(1)
         assert "[hello node 0 rank 0]: up 0/2 attempt 0" in log
@@ -63,11 +51,11 @@ def test_jobs_are_submitted_run_and_told_about(
         assert queue.folder.stat().st_mode & 0o777 == 0o700
         queue.submit("--nproc-per-node", "1", "--priority", "3", WORKER)
         _, out, _ = _queue(capsys, queue, "ls")
-        assert [line.split()[:2] for line in out.splitlines()] == [["job", "name"], ["2", "worker"], ["3", "worker"]]
+        assert [line.split()[:2] for line in out.splitlines()] == [["job", "name"], ["1", "hello"], ["2", "worker"]]
         _, out, _ = _queue(capsys, queue, "plan")
-        # The score: an hour, as nobody knows better, and a little less for the short job that has ended.
-        assert re.fullmatch(r"job 3 waits, score 3\d{3}\.?\d*: needs 1 GPUs, 1 on each machine; 0 are free, .*\n", out)
-        _, out, _ = _queue(capsys, queue, "show", str(blocked))
+        # The score: an hour, as nobody knows better.
+        assert re.fullmatch(r"job 2 waits, score 3600: needs 1 GPUs, 1 on each machine; 0 are free, .*\n", out)
+        _, out, _ = _queue(capsys, queue, "show", "1")
         assert "lowest that could start; on node0 (2 slots); expected speed 1" in out
         status, out, _ = _queue(capsys, queue, "top", "--once")
         assert status == 0
@@ -79,25 +67,25 @@ def test_jobs_are_submitted_run_and_told_about(
         token = (queue.folder / "token").read_text()
         assert (queue.folder / "token").stat().st_mode & 0o777 == 0o600
         with Client(url, token=token) as client:
-            client.call("cancel", job=3)
-        status, _, err = _queue(capsys, queue, "cancel", "3")
-        assert (status, err) == (1, "torchext queue cancel: job 3 has ended already: cancelled\n")
+            client.call("cancel", job=2)
+        status, _, err = _queue(capsys, queue, "cancel", "2")
+        assert (status, err) == (1, "torchext queue cancel: job 2 has ended already: cancelled\n")
         assert _queue(capsys, queue, "drain", "node0")[0] == 0
         go.touch()
-        queue.wait_for_state(blocked, "done")
-        assert _queue(capsys, queue, "requeue", str(blocked))[0] == 0
+        queue.wait_for_state(1, "done")
+        assert _queue(capsys, queue, "requeue", "1")[0] == 0
         _, out, _ = _queue(capsys, queue, "top", "--once")
         assert "drained" in out
         assert "waiting" in out
-        assert queue.job(blocked)["num_runs"] == 1
+        assert queue.job(1)["num_runs"] == 1
         assert _queue(capsys, queue, "undrain", "node0")[0] == 0
-        queue.wait_until(lambda: queue.job(blocked)["num_runs"] == 2)
-        status, out, _ = _queue(capsys, queue, "logs", "-f", str(blocked))  # to its end
-        assert (status, queue.job(blocked)["state"]) == (0, "done")
+        queue.wait_until(lambda: queue.job(1)["num_runs"] == 2)
+        status, out, _ = _queue(capsys, queue, "logs", "-f", "1")  # to its end
+        assert (status, queue.job(1)["state"]) == (0, "done")
         assert out.count("up 0/2") == out.count("up 1/2") == 1
-        assert _queue(capsys, queue, "logs", "--run", "1", str(blocked))[1] == queue.log(blocked, 1)
-        status, _, err = _queue(capsys, queue, "logs", "--run", "3", str(blocked))
-        assert (status, err) == (1, "torchext queue logs: job 2 has no run 3, only 2\n")
+        assert _queue(capsys, queue, "logs", "--run", "1", "1")[1] == queue.log(1, 1)
+        status, _, err = _queue(capsys, queue, "logs", "--run", "3", "1")
+        assert (status, err) == (1, "torchext queue logs: job 1 has no run 3, only 2\n")
         status, _, _ = _queue(capsys, queue, "stop")
         assert (status, queue.daemon.wait()) == (0, 0)
         status, _, err = _queue(capsys, queue, "ls")
@@ -106,56 +94,46 @@ def test_jobs_are_submitted_run_and_told_about(
         assert "torchext queue start" in err
 
 
-def test_an_urgent_job_stops_another_which_saves_and_goes_on(engine: Engine, tmp_path: Path) -> None:
-    with engine.queue(tmp_path / "q", "1x1", "--policy", "las") as queue:
-        go, urgent_go = tmp_path / "go", tmp_path / "urgent"
-        steps = ("save", "0.1", "show", "TORCHEXT_JOB_FOLDER", "say", "ready", "wait", str(go))
-        low = queue.submit("--grace", "9", WORKER, *steps)
-        queue.wait_for_log(low, "ready")
-        urgent = queue.submit("--priority", "1", WORKER, "say", "ready", "wait", str(urgent_go))
+def test_an_urgent_job_stops_another_and_a_killed_daemon_loses_none_and_starts_none_twice(
+    engine: Engine, tmp_path: Path
+) -> None:
+    with engine.queue(tmp_path / "q", "1x2", "--policy", "las") as queue:
+        go, low_go = tmp_path / "go", tmp_path / "low"
+        saves = ("--nproc-per-node", "1", "--grace", "9", WORKER, "save", "0.1", "show", "TORCHEXT_JOB_FOLDER")
+        saves += ("say", "ready")
+        running = queue.submit("--priority", "1", *saves, "wait", str(go))
+        low = queue.submit(*saves, "wait", str(low_go))
+        for job in (running, low):
+            queue.wait_for_log(job, "ready")
+        urgent = queue.submit("--priority", "2", *saves, "stay")
         queue.wait_for_log(urgent, "ready")
         assert "rank 0 saved" in queue.log(low)
-        assert queue.job(low)["state"] == "waiting"
-        assert "; stops job 1" in queue.job(urgent)["runs"][0]["explanation"]
-        urgent_go.touch()
-        queue.wait_for_log(low, "ready", run=2)
-        go.touch()
-        queue.wait_for_state(low, "done")
-        assert [run["outcome"] for run in queue.job(low)["runs"]] == ["preempted", "done"]
-        folder = f"TORCHEXT_JOB_FOLDER={queue.folder / 'jobs' / '1'}"
-        assert folder in queue.log(low, 1)
-        assert folder in queue.log(low, 2)
-
-
-def test_a_killed_daemon_loses_no_job_and_starts_none_twice(engine: Engine, tmp_path: Path) -> None:
-    with engine.queue(tmp_path / "q") as queue:
-        go = tmp_path / "go"
-        running = queue.submit(
-            "--nproc-per-node", "1", "--grace", "9", WORKER, "save", "0.1", "say", "ready", "wait", str(go)
-        )
-        stopped = queue.submit("--nproc-per-node", "1", "--grace", "9", WORKER, "save", "0.1", "say", "ready", "stay")
-        waiting = queue.submit("--nproc-per-node", "2", WORKER)
-        for job in (running, stopped):
-            queue.wait_for_log(job, "ready")
+        assert f"; stops job {low}" in queue.job(urgent)["runs"][0]["explanation"]
         keeper = engine.keeper(queue, running)
         with pytest.raises(AssertionError, match=r"a queue runs in .* already"):
             Queue(tmp_path / "q").start()
         queue.kill()
         queue.start()
         assert engine.keeper(queue, running) == keeper
-        queue.client.call("cancel", job=stopped)
-        queue.wait_for_state(stopped, "cancelled")
-        assert "rank 0 saved" in queue.log(stopped)
+        assert queue.job(low)["state"] == "waiting"
+        queue.client.call("cancel", job=urgent)
+        queue.wait_for_state(urgent, "cancelled")
+        assert "rank 0 saved" in queue.log(urgent)
+        queue.wait_for_log(low, "ready", run=2)
         queue.kill()
-        go.touch()  # it ends while nobody looks
+        for file in (go, low_go):
+            file.touch()  # they end while nobody looks
         with pytest.raises(ChildProcessError):
             os.waitpid(keeper, 0)  # not ours: it has outlived its parent
         queue.start()
-        queue.wait_for_state(running, "done")
-        queue.wait_for_state(waiting, "done")
-        for job in (running, stopped, waiting):
-            assert queue.job(job)["num_runs"] == 1
+        for job in (running, low):
+            queue.wait_for_state(job, "done")
+        assert [run["outcome"] for run in queue.job(low)["runs"]] == ["preempted", "done"]
+        assert [queue.job(job)["num_runs"] for job in (running, urgent)] == [1, 1]
         assert queue.log(running).count("up 0/1") == 1
+        folder = f"TORCHEXT_JOB_FOLDER={queue.folder / 'jobs' / str(low)}"
+        assert folder in queue.log(low, 1)
+        assert folder in queue.log(low, 2)
 
 
 @pytest.mark.slow
