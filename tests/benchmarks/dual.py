@@ -11,10 +11,10 @@ world of its own. All contenders play the same windows, taught by the jobs that 
 JCT, its 99th percentile and that of the slowdown, and the differences of the first and the last to the reference
 contender's, window by window, in per cent, with a 95 % interval of their mean (Student's t). Those marked * are told
 what no scheduler knows: `oracle` true speeds, `sjf` and `srsf` true durations; none can be better than `nobody waits`,
-where each job runs at once, on the machine that is fastest for it. `patient` waits for machines that are fast for the
-job, as untrained agents do. Agents are those that come with torchext, or those of --policy-file, whole and
-without one part or the other. A trace that has no jobs in the time asked for is used whole, as those of ITP are, whose
-dates are not known.
+where each job runs at once, on the machine that is fastest for it. `no bound` lets jobs wait for ever. `patient` waits
+for machines that are fast for the job, as untrained agents do. Agents are those that come with torchext, or those of
+--policy-file, whole and without one part or the other. A trace that has no jobs in the time asked for is used whole, as
+those of ITP are, whose dates are not known.
 
 --whole 8: no job of a window is left out; instead, the cluster has as many machines of 8 GPUs as make the load, or as
 the largest jobs need (then jobs come faster). Those of one batch, which tell most about each other, stay together.
@@ -147,8 +147,8 @@ def dual(agents: Agents, **options: object) -> Make:
     return lambda episode: Dual(agents, budget_s=math.inf, **options)  # type: ignore[arg-type]
 
 
-def untrained(placing: Callable[[Cluster], Advantage]) -> Make:
-    return dual(Agents(), order_learned=False, placement_learned=False, placing=placing)
+def untrained(placing: Callable[[Cluster], Advantage], **options: object) -> Make:
+    return dual(Agents(), order_learned=False, placement_learned=False, placing=placing, **options)
 
 
 def durations_s(episode: Episode) -> dict[str, float]:
@@ -189,6 +189,7 @@ def contenders(options: argparse.Namespace) -> tuple[tuple[str, ...], dict[str, 
             "qssf": lambda episode: QSSF(),
             "sjf*": lambda episode: SJF(durations_s(episode)),
             "dual, untrained": untrained(by_rwgp),
+            "dual, untrained, no bound": untrained(by_rwgp, patience_s=math.inf),
         }
     chosen["dual"] = dual(agents)
     if is_synthetic:

@@ -39,7 +39,7 @@ from torchext.scheduling.dual.policy_file import load_policy, save_policy
 _HOUR_S = 3600.0
 
 
-def _trace(seed: int = 0, num_jobs: int = 100) -> list[RecordedJob]:
+def _trace(seed: int = 0, num_jobs: int = 150) -> list[RecordedJob]:
     random = np.random.default_rng(seed)
     submit_s = np.cumsum(random.exponential(400.0, num_jobs))
     return [
