@@ -74,14 +74,22 @@ def processes() -> Snapshot:
 
 
 def _parents() -> dict[int, int]:
-    fields_of = {int(entry.name): _stat_fields(int(entry.name)) for entry in _PROC.glob("[0-9]*")}
+    fields_of = {pid: _stat_fields(pid) for pid in _pids()}
     return {pid: int(fields[1]) for pid, fields in fields_of.items() if fields is not None}
+
+
+def _pids() -> list[int]:
+    try:
+        return [int(name) for name in os.listdir(_PROC) if name.isdigit()]
+    except OSError:
+        return []
 
 
 def _stat_fields(pid: int) -> list[str] | None:
     """State, parent, ... of a process: what follows its name, which may hold spaces and brackets."""
     try:
-        return (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
+        with open(f"{_PROC}/{pid}/stat", "rb") as stat:  # read for every process, before and after every test
+            return stat.read().rpartition(b")")[2].decode().split()
     except OSError:
         return None
 
@@ -102,12 +110,12 @@ def marked_processes(setting: str) -> set[int]:
     """Other live processes started with this ``NAME=value`` in their environment."""
     wanted = setting.encode()
     found = set()
-    for entry in _PROC.glob("[0-9]*/environ"):
-        pid = int(entry.parent.name)
+    for pid in _pids():
         try:
-            # Empty for one that is dead and not waited for; refused for another user's.
-            if pid != os.getpid() and wanted in entry.read_bytes().split(b"\0"):
-                found.add(pid)
+            with open(f"{_PROC}/{pid}/environ", "rb") as environ:
+                # Empty for one that is dead and not waited for; refused for another user's.
+                if pid != os.getpid() and wanted in environ.read().split(b"\0"):
+                    found.add(pid)
         except OSError:
             continue
     return found
@@ -152,9 +160,9 @@ def held_by_others(names: set[str]) -> set[str]:
     ours = {os.getpid()} | {pid for pid, _ in processes()}
     inodes: set[int] = set()
     held: set[str] = set()
-    for entry in _PROC.glob("[0-9]*"):
-        if int(entry.name) not in ours:
-            for inode, path in _shared_memory_of(entry):
+    for pid in _pids():
+        if pid not in ours:
+            for inode, path in _shared_memory_of(_PROC / str(pid)):
                 # By inode too: a semaphore of glibc is mapped under a temporary name and linked to its own afterwards.
                 inodes.add(inode)
                 held.add(path.removeprefix(f"{_SHM}/").partition("/")[0])

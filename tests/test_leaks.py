@@ -194,7 +194,7 @@ REPORTS = {
     "test_thread": "threads: thread 'left behind'",
     "test_process": ": cat",
     "test_process_not_waited_for": "not waited for",
-    "test_orphan": ": cat /dev/fd/",
+    "test_orphan": "cat /dev/fd/",  # by the shell, until it has become cat
     "test_shared_memory": "shared memory: /dev/shm/left-behind-",
     "test_tcp_port": "listening sockets: tcp port",
     "test_tcp6_port": "listening sockets: tcp6 port",
