@@ -9,7 +9,9 @@
 #include <atomic>
 #include <cstdint>
 #include <functional>
+#include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace torchext::collectives {
@@ -51,6 +53,36 @@ public:
 private:
     std::uint64_t serial_ = 0;  // of this engine, among all of the process
     std::vector<Issuer> all_;
+};
+
+// Whether a rank is quiet: none of its threads can issue a call before one of those that wait in one goes on. An
+// engine's lock guards it, and what is passed to `look`.
+class Quiet {
+public:
+    // Two looks in a row, with nothing in between: a thread that was about to run at the first has run by the second.
+    bool holds(std::uint64_t activity) const { return num_looks_ > 1 && seen_at_ == activity; }
+
+    // Looks from the thread of `waiter`, without the lock meanwhile, and notes where that thread is. `activity` changes
+    // with whatever bears on what threads wait for. Returns false if it has meanwhile; the next round is to look again.
+    template <class Waiter>
+    bool look(std::unique_lock<std::mutex>& lock, const Caller& caller, Waiter& waiter, std::uint64_t group,
+              const std::vector<Waiter*>& waiters, const Issuers& issuers, const std::uint64_t& activity) {
+        const std::uint64_t before = activity;
+        std::vector<std::uint64_t> threads;
+        for (const auto* other : waiters) threads.push_back(other->thread);
+        const std::vector<Issuer> known = issuers.all();
+        lock.unlock();
+        Caller::Sight sight = caller.look(group, threads, known);
+        lock.lock();
+        waiter.where = std::move(sight.where);
+        num_looks_ = !sight.quiet ? 0 : activity == seen_at_ ? num_looks_ + 1 : 1;
+        seen_at_ = activity;
+        return activity == before;
+    }
+
+private:
+    int num_looks_ = 0;           // in a row that found it quiet,
+    std::uint64_t seen_at_ = 0;   // all of them at this activity
 };
 
 }  // namespace torchext::collectives

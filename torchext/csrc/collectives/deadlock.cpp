@@ -27,21 +27,9 @@ void Engine::withdraw() {
 
 void Engine::consider(std::unique_lock<std::mutex>& lock, Waiter& waiter, const Caller& caller) {
     if (!published_stuck_ || waiter.where.empty()) {
-        const std::uint64_t seen = activity_;
-        std::vector<std::uint64_t> threads;
-        for (const auto* other : waiters_) threads.push_back(other->thread);
-        const std::vector<Issuer> issuers = issuers_.all();
-        const std::uint64_t group = waiter.op->group_uid;
-        lock.unlock();
-        Caller::Sight sight = caller.look(group, threads, issuers);
-        lock.lock();
-        waiter.where = std::move(sight.where);
-        // A thread that was about to run when it looked has run by the next time.
-        num_quiet_ = sight.quiet && activity_ == quiet_at_ ? num_quiet_ + 1 : sight.quiet ? 1 : 0;
-        quiet_at_ = activity_;
-        // Something has happened while it looked; the next round looks again.
-        if (activity_ != seen || waiter.op->done || waiter.deferred) return;
-        const std::string bytes = report(num_quiet_ > 1).encode();
+        if (!quiet_.look(lock, caller, waiter, waiter.op->group_uid, waiters_, issuers_, activity_)) return;
+        if (waiter.op->done || waiter.deferred) return;
+        const std::string bytes = report(quiet_.holds(activity_)).encode();
         if (bytes.size() > Board::kCapacity) return;  // hundreds of threads: nothing is known, so nothing is claimed
         Board& board = arena_->board(rank_);
         const auto current = board.read();

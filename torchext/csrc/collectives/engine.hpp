@@ -401,8 +401,7 @@ private:
     std::uint64_t activity_ = 0;      // changes with whatever bears on what threads wait for
     std::uint64_t published_ = 0;     // the version of the report on the board; 0 for none
     bool published_stuck_ = false;
-    int num_quiet_ = 0;               // looks in a row that found the rank quiet,
-    std::uint64_t quiet_at_ = 0;      // all of them at this activity
+    Quiet quiet_;
     int num_sightings_ = 0;           // of one deadlock, in a row
 
     std::vector<std::uint64_t> notices_;

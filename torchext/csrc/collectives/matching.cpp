@@ -179,21 +179,14 @@ void Engine::send_join(Op& op, int member) {
     }
     auto* join = new (room) JoinRecord{};
     join->header = {static_cast<std::uint32_t>(record), static_cast<std::uint8_t>(RecordKind::join), {}};
-    join->op = op.signature.kind;
-    join->reduce_op = op.signature.reduce_op;
-    join->dtype = op.signature.dtype;
-    join->num_dims = op.signature.num_dims;
+    put_signature(*join, op.signature);
     join->staged = op.staged_here;
     join->has_payload = eager;
     join->tag_bytes = static_cast<std::uint16_t>(tag);
-    join->root = op.signature.root;
-    join->peer = op.signature.peer;
-    join->group = op.signature.group;
     join->key = op.key;
     join->id = op.id;
     join->send_bytes = op.send[at(member)].bytes;
     join->recv_bytes = op.recv[at(member)].bytes;
-    std::memcpy(join->dims, op.signature.dims.data(), sizeof(join->dims));
     std::memcpy(room + sizeof(JoinRecord), op.signature.tag.data(), tag);
     if (eager) {
         std::memcpy(room + bare, payload.data, payload.bytes);

@@ -139,18 +139,12 @@ void Orderer::send_join(const Ordered& op, const Ordered::Member& member) {
     join->header = {static_cast<std::uint32_t>(round_up(sizeof(OrderJoin) + tag, 16)),
                     static_cast<std::uint8_t>(OrderRecord::join),
                     {}};
-    join->kind = op.signature.kind;
-    join->reduce_op = op.signature.reduce_op;
-    join->dtype = op.signature.dtype;
-    join->num_dims = op.signature.num_dims;
-    join->root = op.signature.root;
-    join->peer = op.signature.peer;
+    put_signature(*join, op.signature);
     join->tag_bytes = static_cast<std::uint32_t>(tag);
     join->key = op.key;
     join->id = op.id;
     join->send_bytes = member.send_bytes;
     join->recv_bytes = member.recv_bytes;
-    std::memcpy(join->dims, op.signature.dims.data(), sizeof(join->dims));
     std::memcpy(room + sizeof(OrderJoin), op.signature.tag.data(), tag);
     send(*op.group, member.place, room);
 }
@@ -179,15 +173,7 @@ void Orderer::match(const OrderedPtr& op) {
 
 void Orderer::on_join(OrderGroup& group, int p, const OrderJoin& record) {
     OrderGroup::Arrived call;
-    auto& s = call.signature;
-    s.kind = record.kind;
-    s.reduce_op = record.reduce_op;
-    s.dtype = record.dtype;
-    s.num_dims = record.num_dims;
-    s.root = record.root;
-    s.peer = record.peer;
-    std::memcpy(s.dims.data(), record.dims, sizeof(record.dims));
-    s.tag.assign(reinterpret_cast<const char*>(&record) + sizeof(OrderJoin), record.tag_bytes);
+    call.signature = signature_of(record);
     call.id = record.id;
     call.send_bytes = record.send_bytes;
     call.recv_bytes = record.recv_bytes;

@@ -281,8 +281,7 @@ private:
     std::uint64_t activity_ = 0;   // changes with whatever bears on what threads wait for
     std::map<int, OrderView> views_;  // of all ranks, as far as they have told
     std::string published_;        // this rank's, encoded; empty if it waits for nothing
-    int num_quiet_ = 0;            // looks in a row that found the rank quiet,
-    std::uint64_t quiet_at_ = 0;   // all of them at this activity
+    Quiet quiet_;
     int num_sightings_ = 0;        // of one deadlock, in a row
     std::map<int, std::uint64_t> last_verdict_;  // the versions that it was about
     std::deque<std::pair<std::uint64_t, std::vector<OrderedPtr>>> claims_;  // by version: what a stuck rank waited for

@@ -19,23 +19,11 @@
 namespace torchext::collectives {
 
 void Orderer::consider(std::unique_lock<std::mutex>& lock, Waiter& waiter, const Caller& caller) {
-    if (num_quiet_ < 2 || quiet_at_ != activity_ || waiter.where.empty()) {
-        const std::uint64_t seen = activity_;
-        std::vector<std::uint64_t> threads;
-        for (const auto* other : waiters_) threads.push_back(other->thread);
-        const std::vector<Issuer> issuers = issuers_.all();
-        const std::uint64_t group = waiter.op->group->id;
-        lock.unlock();
-        Caller::Sight sight = caller.look(group, threads, issuers);
-        lock.lock();
-        waiter.where = std::move(sight.where);
-        // A thread that was about to run when it looked has run by the next time.
-        num_quiet_ = sight.quiet && activity_ == quiet_at_ ? num_quiet_ + 1 : sight.quiet ? 1 : 0;
-        quiet_at_ = activity_;
-        // Something has happened while it looked; the next round looks again.
-        if (activity_ != seen || waiter.op->done()) return;
+    if (!quiet_.holds(activity_) || waiter.where.empty()) {
+        if (!quiet_.look(lock, caller, waiter, waiter.op->group->id, waiters_, issuers_, activity_)) return;
+        if (waiter.op->done()) return;
     }
-    publish(view(num_quiet_ > 1));
+    publish(view(quiet_.holds(activity_)));
     look_for_deadlock();
     place();
     wake_peers();

@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <string>
 #include <string_view>
 
@@ -107,5 +108,34 @@ struct Signature {
         return text;
     }
 };
+
+// Records that announce a call have fields for its signature by the same names; its tag follows the record. The group is
+// told by the record where the link between the two ranks serves several.
+template <class Join>
+void put_signature(Join& record, const Signature& s) {
+    record.kind = s.kind;
+    record.reduce_op = s.reduce_op;
+    record.dtype = s.dtype;
+    record.num_dims = s.num_dims;
+    record.root = s.root;
+    record.peer = s.peer;
+    std::memcpy(record.dims, s.dims.data(), sizeof(record.dims));
+    if constexpr (requires { record.group; }) record.group = s.group;
+}
+
+template <class Join>
+Signature signature_of(const Join& record) {
+    Signature s;
+    s.kind = record.kind;
+    s.reduce_op = record.reduce_op;
+    s.dtype = record.dtype;
+    s.num_dims = record.num_dims;
+    s.root = record.root;
+    s.peer = record.peer;
+    std::memcpy(s.dims.data(), record.dims, sizeof(record.dims));
+    if constexpr (requires { record.group; }) s.group = record.group;
+    s.tag.assign(reinterpret_cast<const char*>(&record + 1), record.tag_bytes);
+    return s;
+}
 
 }  // namespace torchext::collectives

@@ -3,8 +3,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <string>
 
 #include "record_tail.hpp"
 #include "ring.hpp"
@@ -18,7 +16,7 @@ enum class RecordKind : std::uint8_t { pad = 0, join, data, grant, fail, verdict
 // and, from the next multiple of 16 on, the payload.
 struct JoinRecord {
     RecordHeader header;
-    OpKind op;
+    OpKind kind;
     ReduceOp reduce_op;
     std::uint8_t dtype;
     std::uint8_t num_dims;
@@ -76,20 +74,6 @@ static_assert(sizeof(VerdictRecord) % 16 == 0);
 
 inline const std::byte* payload_of(const JoinRecord& record) {
     return reinterpret_cast<const std::byte*>(&record) + sizeof(JoinRecord) + round_up(record.tag_bytes, 16);
-}
-
-inline Signature signature_of(const JoinRecord& record) {
-    Signature s;
-    s.kind = record.op;
-    s.reduce_op = record.reduce_op;
-    s.dtype = record.dtype;
-    s.num_dims = record.num_dims;
-    s.root = record.root;
-    s.peer = record.peer;
-    s.group = record.group;
-    std::memcpy(s.dims.data(), record.dims, sizeof(record.dims));
-    s.tag.assign(reinterpret_cast<const char*>(&record) + sizeof(JoinRecord), record.tag_bytes);
-    return s;
 }
 
 }  // namespace torchext::collectives
