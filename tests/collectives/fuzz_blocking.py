@@ -11,7 +11,7 @@ barriers count, and the others are those of the first use. Fails with the progra
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import random
 import threading
 from collections import Counter
@@ -105,21 +105,27 @@ def run_program(program: Program, rank: int, groups: dict[tuple[int, ...], Any])
 def gather_all(program: Program, rank: Rank, end: Any) -> None:
     """Waits until every rank has ended the program, or failed in it.
 
-    Meanwhile it waits in a barrier, so that who still waits for this rank forms a circle with it and is told.
+    It waits in a barrier, so that who still waits for this rank in the program forms a circle with it. All in it are
+    told, and meet in the next barrier; who comes later finds that those before have failed, and follows.
     """
 
     def count(name: str, add: int = 0) -> int:
         number: int = rank.store.add(f"{program.seed}/{name}", add)
         return number
 
-    count("ended", 1)
-    with torchext.tag(f"{program.seed}"):
-        while count("ended") < rank.world_size:
-            with contextlib.suppress(CollectiveError):
-                dist.barrier(group=end, async_op=True).wait(timedelta(seconds=0.3))
-    count("gone", 1)
-    while count("gone") < rank.world_size:  # or the last in the barrier would meet the first in the next program
-        threading.Event().wait(0.001)
+    for attempt in itertools.count():
+        try:
+            with torchext.tag(f"{program.seed}/{attempt}"):
+                dist.barrier(group=end)
+        except (DeadlockError, CollectiveMismatchError):
+            count(f"{attempt}/failed", 1)
+            continue
+        # All have come to it, but some may have been told of the circle just before the last came.
+        count(f"{attempt}/passed", 1)
+        while (num_failed := count(f"{attempt}/failed")) + count(f"{attempt}/passed") < rank.world_size:
+            threading.Event().wait(0.001)
+        if num_failed == 0:
+            return
 
 
 def run_programs(

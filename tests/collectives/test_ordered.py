@@ -9,6 +9,7 @@ import secrets
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import threading
 import time
@@ -343,6 +344,28 @@ def test_a_circle_of_ranks_that_are_not_all_linked_is_told_to_each() -> None:
             assert f"rank {other} has waited" in message
         assert seconds < faults.SOON_S
         assert f"seen from rank {rank}:" in text
+
+
+def verdict(versions: dict[int, int]) -> bytes:
+    """A record of csrc/collectives/order_state.hpp that tells of a deadlock, by the versions of its ranks' views."""
+    members = b"".join(struct.pack("=QQ", rank, version) for rank, version in versions.items())
+    num_bytes = -(-(24 + len(members)) // 16) * 16
+    return (struct.pack("=IB3xIIQ", num_bytes, 6, 7, 0, len(versions)) + members).ljust(num_bytes, b"\0")
+
+
+def test_what_two_ranks_tell_of_one_deadlock_does_not_go_around_forever() -> None:
+    from torchext._native import collectives as native
+
+    pairs = [socket.socketpair() for _ in range(2)]
+    orderer = native.Orderer()
+    orderer.add(native.OrderGroup.over_sockets([0, 1, 2], 0, [-1, *(own.detach() for own, _ in pairs)], 1))
+    told = [verdict({1: 5, 2: 7}), verdict({1: 6, 2: 6})]
+    pairs[0][1].sendall(b"".join(told * 3))  # as they come back from others that pass them on
+    orderer.reports()  # reads all that has come
+    for _, end in pairs:
+        with end:
+            end.setblocking(False)
+            assert end.recv(10_000) == b"".join(told)
 
 
 def talk(server: Callable[[socket.socket], Any], client: Callable[[socket.socket], Any]) -> tuple[Any, Any]:

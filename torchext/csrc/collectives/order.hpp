@@ -84,7 +84,7 @@ public:
     // Groups of which a member has died, or aborted, since the last call, with the members' places.
     std::vector<std::pair<OrderGroupPtr, int>> fallen();
 
-    // Fails a collective that has not been placed yet; else does nothing.
+    // Fails a collective that is not to be launched yet, as a timeout; else does nothing.
     void cancel(const OrderedPtr& op, const std::string& text);
 
     // Leaves the group: fails what is in flight and tells the others.
@@ -283,7 +283,7 @@ private:
     std::string published_;        // this rank's, encoded; empty if it waits for nothing
     Quiet quiet_;
     int num_sightings_ = 0;        // of one deadlock, in a row
-    std::map<int, std::uint64_t> last_verdict_;  // the versions that it was about
+    std::map<int, std::uint64_t> judged_;  // by rank: the latest version of its view that a verdict was about
     std::deque<std::pair<std::uint64_t, std::vector<OrderedPtr>>> claims_;  // by version: what a stuck rank waited for
     std::uint64_t num_deadlocks_ = 0;
 };

@@ -158,8 +158,14 @@ void Orderer::on_verdict(const OrderVerdict& record) {
 }
 
 void Orderer::spread_verdict(Code code, const std::string& text, const std::map<int, std::uint64_t>& versions) {
-    if (versions == last_verdict_) return;
-    last_verdict_ = versions;
+    // Several ranks may tell of one deadlock, by different versions, and each goes around by all links: passed on is only
+    // what tells of a later view of some rank.
+    bool news = false;
+    for (const auto& [rank, version] : versions) {
+        news |= version > judged_[rank];
+        judged_[rank] = std::max(judged_[rank], version);
+    }
+    if (!news) return;
     std::string rest = text;
     std::vector<int> members;
     for (const auto& [rank, version] : versions) {
@@ -181,9 +187,11 @@ void Orderer::spread_verdict(Code code, const std::string& text, const std::map<
     if (claim == claims_.end()) return;
     ++num_deadlocks_;
     const auto ops = claim->second;
-    // Two ranks may have told of it, by different versions.
     std::erase_if(claims_, [&](const auto& known) { return known.second == ops; });
-    for (const auto& op : ops) fail(op, code, text, members, true);
+    for (const auto& op : ops) {
+        // Who was told sooner may have joined it since; then a place may be known to others, who will launch it.
+        if (!missing(*op).empty()) fail(op, code, text, members, true);
+    }
 }
 
 std::map<int, std::pair<bool, Report>> Orderer::reports() {

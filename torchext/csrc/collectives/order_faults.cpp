@@ -77,7 +77,10 @@ void Orderer::check() {
 void Orderer::lose(OrderGroup& group, int p, Code code, bool aborted) {
     if (group.lost[at(p)] != Code::none) return;
     group.lost[at(p)] = code;
-    if (neighbours().count(group.ranks[at(p)]) == 0) views_.erase(group.ranks[at(p)]);
+    if (neighbours().count(group.ranks[at(p)]) == 0) {
+        views_.erase(group.ranks[at(p)]);
+        judged_.erase(group.ranks[at(p)]);
+    }
     for (const auto& op : in_flight(&group)) {
         for (const auto& member : op->members) {
             if (member.place == p) fail_if_needed(op, member, code);
