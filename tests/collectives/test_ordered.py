@@ -36,9 +36,13 @@ from torchext.collectives import (
     PeerLostError,
     create,
     mesh,
+    order,
+    requests,
     without_collectives,
     wrap,
 )
+from torchext.collectives.order import OrderedWork
+from torchext.collectives.work import DoneWork
 
 Tensor = torch.Tensor
 
@@ -92,6 +96,47 @@ def test_wrapped_groups_of_another_backend_share_one_order() -> None:
     run_ranks(wrapped, 3, backend="gloo", deadline_s=60)
 
 
+class Interrupted(OrderedWork):
+    """A signal comes just before the launch."""
+
+    def launch(self, handle: Any) -> None:
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("kind", [OrderedWork, Interrupted], ids=["while", "before"])
+def test_a_collective_whose_launch_is_interrupted_tells_so(kind: type[OrderedWork]) -> None:
+    from torchext._native import collectives as native
+
+    def issue(work: OrderedWork) -> None:
+        nothing: Any = (requests.BARRIER, requests.NO_REDUCE, 0, -1, -1, (), None, "", [0], [], [])
+        work.handle = sequencer.native.issue(links, *nothing, 30.0, True, work)
+
+    def launch() -> dist.Work:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("not interrupted")
+
+    def describe(work: OrderedWork, error: Exception | None) -> CollectiveError:
+        raise AssertionError(str(error))
+
+    sequencer = order.Sequencer()
+    links = native.OrderGroup.over_sockets([0], 0, [-1], 1)
+    sequencer.native.add(links)
+    work, good = kind(sequencer, launch, [], None, describe), OrderedWork(sequencer, DoneWork, [], None, describe)
+    with sequencer._launching:  # keeps its own thread from it
+        issue(work)
+        future = work.get_future()
+        issue(good)
+        with pytest.raises(KeyboardInterrupt):
+            sequencer.launch_ready()
+    with pytest.raises(CollectiveError, match=r"barrier was not launched: KeyboardInterrupt\(\) came first"):
+        work.wait()
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt"):
+        future.wait()
+    assert good.wait()  # launched by whoever waits
+    sequencer.leave(links, "the end", aborted=False)
+    sequencer.stop()
+
+
 def more(rank: Rank) -> None:
     from tests.collectives import test_torch
 
@@ -102,6 +147,12 @@ def more(rank: Rank) -> None:
     for name in ("objects", "coalesced", "batches", "futures", "from_cpp"):  # the others are more than gloo can do
         getattr(test_torch, name)(rank)
         dist.barrier()
+    if rank.rank == 0:
+        with (
+            torchext.tag("alone"),
+            pytest.raises(CollectiveTimeoutError, match=r"barrier tagged 'alone' .*rank 1 has not joined it"),
+        ):
+            dist.group.WORLD.monitored_barrier(timedelta(seconds=0.2))
     with pytest.raises(CollectiveError, match=r"all_reduce\(float32.*PREMUL_SUM"):  # told in the inner group's words
         dist.all_reduce(torch.ones(3), dist._make_nccl_premul_sum(0.5))
     test_torch.ddp(rank)

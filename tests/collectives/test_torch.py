@@ -178,6 +178,9 @@ def attributes(rank: Rank) -> None:
             work.wait(timedelta(seconds=0.2))
         with pytest.raises(CollectiveTimeoutError, match=r"timeout 0.3 s"):
             dist.barrier(timeout=timedelta(seconds=0.3))
+        with pytest.raises(CollectiveTimeoutError, match=r"barrier .*rank 1 has not joined.*") as caught:
+            dist.group.WORLD.monitored_barrier(timedelta(seconds=0.2))  # type: ignore[union-attr]
+        assert caught.value.ranks == (1,)
     dist.all_reduce(torch.ones(3))
     stats = dist.group.WORLD.stats()  # type: ignore[union-attr]
     assert stats["issued"] == stats["completed"] + stats["failed"]

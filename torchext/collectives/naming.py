@@ -64,5 +64,22 @@ class NamedGroup(dist.ProcessGroup):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_s = timeout.total_seconds()
 
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = True) -> None:
+        """Blocks until all members have called it; if that is not in time, the error names all that are missing.
+
+        `torch.distributed.monitored_barrier` refuses all backends but gloo before it asks; call it on the group.
+
+        Args:
+            timeout: None: that of the group.
+            wait_all_ranks: Ignored; here it costs nothing to name all.
+
+        Raises:
+            CollectiveTimeoutError: Some have not called it.
+        """
+        options = dist.BarrierOptions()
+        if timeout is not None:
+            options.timeout = timeout
+        self.barrier(options).wait()
+
 
 run_as_written(NamedGroup)

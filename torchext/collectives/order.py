@@ -84,10 +84,15 @@ class Sequencer:
 
     def launch_ready(self) -> None:
         """Launches what is next in the order, as far as it is known; one thread at a time."""
+        # A signal may be handled after any call, and its handler may raise (KeyboardInterrupt). Going through an
+        # iterator, there is no such place between taking a collective out and the `try`.
         with self._launching:
-            while (popped := self.native.pop()) is not None:
-                work, ordered = popped
-                work.launch(ordered)
+            for work, ordered in iter(self.native.pop, None):
+                try:
+                    work.launch(ordered)
+                except BaseException as error:
+                    work.launch_failed(ordered, error)
+                    raise
 
     def wait(self, work: OrderedWork, timeout_s: float) -> None:
         """Blocks until the work is launched or has failed; fails it after ``timeout_s``, if that is not zero."""
@@ -232,6 +237,19 @@ class OrderedWork(dist.Work):
                 self._inner = start()
             except Exception as error:  # whatever the inner group refuses: for whoever waits
                 self._error = self._describe(self, error)
+        self._is_launched()
+
+    def launch_failed(self, handle: native.Ordered, error: BaseException) -> None:
+        """For the sequencer: `launch` has raised, so whoever waits is told that."""
+        if self.launched:
+            return
+        self.handle = handle
+        self._start = None
+        if self._inner is None and self._error is None:
+            self._error = CollectiveError(f"{handle.text} was not launched: {error!r} came first")
+        self._is_launched()
+
+    def _is_launched(self) -> None:
         with self._lock:
             self.launched = True
             promise = self._promise
