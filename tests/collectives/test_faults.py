@@ -317,25 +317,32 @@ def test_a_message_of_another_size_is_told_at_once() -> None:
     assert "16 bytes" in text
 
 
-def refuse(rank: Rank) -> None:
+def join_what_has_failed(rank: Rank) -> Any:
+    """Rank 0 gives up before the others make the call; rank 2 makes it when it has failed on both."""
     init(rank)
-    with pytest.raises(ValueError, match="'avg' is not defined"):
-        dist.all_reduce(torch.ones(3, dtype=torch.bool), dist.ReduceOp.AVG)
-    with pytest.raises(ValueError, match="'band' is not defined"):
-        dist.all_reduce(torch.ones(3), dist.ReduceOp.BAND)
-    with pytest.raises(ValueError, match="add up to its first dimension"):
-        dist.all_to_all_single(torch.empty(4), torch.empty(4), [1, 1], [2, 2])
-    with pytest.raises(ValueError, match="2 times"):
-        dist.all_gather_into_tensor(torch.empty(5), torch.empty(2))
-    with pytest.raises(CollectiveError, match="CPU tensors"):
-        dist.all_reduce(torch.empty(3, device="meta"))
-    x = torch.ones(3)  # and none of it has harmed the group
-    dist.all_reduce(x)
-    assert x[0] == 2
+    if rank.rank == 0:
+        work = dist.all_reduce(torch.ones(3), async_op=True)
+        result = error_of(lambda: work.wait(timedelta(seconds=0.05)))
+    else:
+        rank.store.wait([f"told {rank.rank - 1}"])
+        result = error_of(lambda: dist.all_reduce(torch.ones(3)))
+    rank.store.set(f"told {rank.rank}", "")
+    x = torch.ones(3)
+    dist.all_reduce(x)  # the next under the same key is another
+    assert x[0] == 3
+    return result
 
 
-def test_what_makes_no_sense_is_refused_before_anything_is_sent() -> None:
-    run_ranks(refuse, 2, store="tcp")
+@pytest.mark.parametrize("engine", ["preemptive", "ordered"])
+def test_a_call_that_has_failed_on_others_fails_at_once(engine: str) -> None:
+    env = {"TORCHEXT_DFCCL_ENGINE": engine}
+    first, *others = run_ranks(join_what_has_failed, 3, store="tcp", env=env)
+    assert first[0] is CollectiveTimeoutError
+    assert first[2] == (1, 2)
+    for kind, text, _culprits, seconds in others:
+        assert kind is CollectiveAbortedError
+        assert "rank 0 gave up on it: wait(timeout=0.05 s) was called for it and is over" in text
+        assert seconds < SOON_S
 
 
 # --- The end of groups ------------------------------------------------------------------------------------------------

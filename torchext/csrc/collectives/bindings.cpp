@@ -138,7 +138,7 @@ public:
     void cancel(const Handle& handle, const std::string& text) {
         require_member(*engine_);
         py::gil_scoped_release nogil;
-        engine_->cancel(handle.op, Code::timeout, text);
+        engine_->cancel(handle.op, text);
     }
 
     void abort(std::uint64_t group, const std::string& text) {

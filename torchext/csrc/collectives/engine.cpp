@@ -98,9 +98,9 @@ bool Engine::done(const OpPtr& op) {
     return op->done;
 }
 
-void Engine::cancel(const OpPtr& op, Code code, const std::string& text) {
+void Engine::cancel(const OpPtr& op, const std::string& text) {
     Entry entry(*this);
-    if (!op->done) fail(op, code, text, {}, true);
+    if (!op->done) fail(op, Code::timeout, text + "; " + absence(*op), missing(*op), true);
     wake_touched();
 }
 

@@ -100,7 +100,8 @@ public:
 
     bool done(const OpPtr& op);
 
-    void cancel(const OpPtr& op, Code code, const std::string& text);
+    // Fails a collective before its time, as a timeout; else does nothing.
+    void cancel(const OpPtr& op, const std::string& text);
 
     // Fails what is in flight on one group (0: on all), here and on the other members.
     void abort(std::uint64_t group, const std::string& text);
