@@ -1,13 +1,7 @@
 // The orderer under a sanitizer: ranks are threads of one process here, so that it sees both ends of every exchange.
-//
-//   core=torchext/csrc/collectives
-//   g++ -std=c++20 -O1 -g -fsanitize=thread -pthread -o order_stress tests/collectives/order_stress.cpp
-//     $core/{order,order_progress,order_faults,order_deadlock}.cpp      (all of it one line)
-//   ./order_stress 3 200
-//
-// or with -fsanitize=address,undefined. Arguments: ranks, programs. On each rank three threads issue, wait and launch;
-// groups overlap, half of them over sockets. Then each waits for its right neighbour. Ends with status 0 if all ranks
-// launched what they share in one order, and all were told of the circle.
+// Arguments: ranks, programs. On each rank three threads issue, wait and launch; groups overlap, half of them over
+// sockets. Then each waits for its right neighbour. Ends with status 0 if all ranks launched what they share in one order,
+// and all were told of the circle. sanitize.py builds and runs it.
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>

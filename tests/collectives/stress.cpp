@@ -1,11 +1,5 @@
 // The engine under a sanitizer: ranks are threads of one process here, so that it sees both ends of every exchange.
-//
-//   core=torchext/csrc/collectives
-//   g++ -std=c++20 -O1 -g -fsanitize=thread -pthread -o stress tests/collectives/stress.cpp
-//     $core/{engine,matching,progress,faults,deadlock,reduce}.cpp      (all of it one line)
-//   ./stress 3 200
-//
-// or with -fsanitize=address,undefined. Arguments: ranks, programs. Ends with status 0 if all values are right.
+// Arguments: ranks, programs. Ends with status 0 if all values are right. sanitize.py builds and runs it.
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import pytest
 
+from tests.collectives import sanitize
 from tests.collectives.fuzz import run_programs
 from tests.collectives.fuzz_blocking import run_programs as run_blocking
 from tests.ranks import run_ranks
@@ -43,3 +48,24 @@ def test_blocking_programs_end_as_the_model_says(
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ten_thousand_programs_end_with_the_values_of_the_model(world_size: int) -> None:
     run_ranks(run_programs, world_size, 5_000_000, 10_000, 60.0, backend="dfccl", deadline_s=3000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("program", sanitize.PROGRAMS)
+@pytest.mark.parametrize("sanitizer", sanitize.SANITIZERS)
+def test_sanitizers_find_nothing_in_the_core(program: str, sanitizer: str, tmp_path: Path) -> None:
+    for tool in ("g++", "setarch"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs {tool}")
+    try:
+        binary = sanitize.build(program, sanitizer, tmp_path)
+    except subprocess.CalledProcessError as error:
+        if "san" in error.stderr and "cannot find" in error.stderr:
+            pytest.skip(f"needs the libraries of -fsanitize={sanitizer}")
+        pytest.fail(error.stderr)
+    for num_ranks in sanitize.NUM_RANKS:
+        try:
+            sanitize.run(binary, num_ranks, 20)
+        except subprocess.CalledProcessError as error:
+            pytest.fail(f"{num_ranks} ranks: {error.stdout}{error.stderr}")
