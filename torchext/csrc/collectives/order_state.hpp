@@ -107,7 +107,7 @@ struct OrderView {
         std::uint64_t count = 0;
         std::memcpy(&count, bytes.data(), sizeof(count));
         view.channels.resize(count);
-        std::memcpy(view.channels.data(), bytes.data() + sizeof(count), count * sizeof(Channel));
+        if (count != 0) std::memcpy(view.channels.data(), bytes.data() + sizeof(count), count * sizeof(Channel));
         view.report = Report::decode(bytes.substr(sizeof(count) + count * sizeof(Channel)));
         return view;
     }
