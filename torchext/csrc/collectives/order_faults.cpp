@@ -44,6 +44,7 @@ void Orderer::leave(const OrderGroupPtr& group, const std::string& text, bool ab
     }
     wake_peers();
     group->links.clear();
+    group->queues.clear();  // calls that not all have joined, which hold the group
     group->arena.reset();
     groups_.erase(std::find(groups_.begin(), groups_.end(), group));
     place();
