@@ -140,7 +140,8 @@ class ProcessGroup(EngineGroup):
             context saved because a peer was busy elsewhere; ``context_switches``: turns to another call; ``spins``
             and ``sleeps``: polls in vain, and waits after them; ``wakes``: of sleeping peers; ``grants_deferred``:
             waits for staging memory; ``deadlocks``: circles in which this rank was found, and ``deferred``: its waits
-            that were put off to resolve them; ``queue_depth`` and ``max_queue_depth``: calls in flight now and at most.
+            that were put off to resolve them; ``queue_depth`` and ``max_queue_depth``: calls in flight now and at most;
+            ``spin_limit``: polls in vain before it sleeps, many if each rank can have a core to itself.
         """
         return self._engine.stats()
 

@@ -6,12 +6,15 @@
 #pragma once
 
 #include <fcntl.h>
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cerrno>
 #include <cstddef>
 #include <cstdint>
@@ -29,7 +32,7 @@ namespace torchext::collectives {
 
 inline constexpr std::size_t kLine = 64;
 
-inline std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
+inline constexpr std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
 enum class Presence : std::uint32_t { absent = 0, present = 1, left = 2 };
 
@@ -56,9 +59,33 @@ struct ArenaHeader {
     std::uint64_t total_bytes;
 };
 
+// Which cores some rank may run on: those of all ranks together.
+struct CoreSet {
+    static constexpr std::size_t kCores = CPU_SETSIZE;
+    std::atomic<std::uint64_t> words[kCores / 64];
+
+    // Adds those of the calling thread. relaxed: whoever counts them has met the ranks by other means.
+    void add_own() {
+        cpu_set_t own;
+        if (sched_getaffinity(0, sizeof(own), &own) != 0) {  // more cores than fit
+            CPU_ZERO(&own);
+            const long online = std::min(sysconf(_SC_NPROCESSORS_ONLN), static_cast<long>(kCores));
+            for (long i = 0; i < online; ++i) CPU_SET(static_cast<std::size_t>(i), &own);
+        }
+        for (std::size_t i = 0; i < kCores; ++i) {
+            if (CPU_ISSET(i, &own)) words[i / 64].fetch_or(std::uint64_t{1} << i % 64, std::memory_order_relaxed);
+        }
+    }
+    int size() const {
+        int count = 0;
+        for (const auto& word : words) count += std::popcount(word.load(std::memory_order_relaxed));
+        return count;
+    }
+};
+
 class Arena {
 public:
-    static constexpr std::uint64_t kMagic = 0x3230'4c43'4346'4454;  // changes with the layout
+    static constexpr std::uint64_t kMagic = 0x3330'4c43'4346'4454;  // changes with the layout
 
     // Makes the arena; the caller is rank 0. The descriptor stays open until `close_descriptor`.
     static std::shared_ptr<Arena> create(int world_size, std::size_t ring_bytes, std::size_t pool_bytes,
@@ -75,6 +102,7 @@ public:
         auto arena = std::shared_ptr<Arena>(new Arena(fd, header.total_bytes));
         // New pages are zero, which is the initial value of every atomic in them.
         std::memcpy(arena->base_, &header, sizeof(header));
+        arena->cores().add_own();
         return arena;
     }
 
@@ -91,7 +119,9 @@ public:
             ::close(own);
             throw std::runtime_error(path + " is not the arena of this world, or of another version of torchext");
         }
-        return std::shared_ptr<Arena>(new Arena(own, header.total_bytes));
+        auto arena = std::shared_ptr<Arena>(new Arena(own, header.total_bytes));
+        arena->cores().add_own();
+        return arena;
     }
 
     Arena(const Arena&) = delete;
@@ -110,6 +140,10 @@ public:
     std::size_t ring_bytes() const { return header().ring_bytes; }
     std::size_t pool_bytes() const { return header().pool_bytes; }
     std::size_t chunk_bytes() const { return header().chunk_bytes; }  // the largest
+
+    // Whether each rank can have a core to itself, as far as the ranks that have mapped the arena tell: they may each be
+    // bound to some. Then an answer is likely to be on its way, and else the core is needed to make it.
+    bool has_core_for_each() const { return world_size() <= cores().size(); }
 
     RankCell& cell(int rank) const {
         return *reinterpret_cast<RankCell*>(base_ + cells_offset() + static_cast<std::size_t>(rank) * sizeof(RankCell));
@@ -135,6 +169,10 @@ private:
     }
 
     const ArenaHeader& header() const { return *reinterpret_cast<const ArenaHeader*>(base_); }
+    CoreSet& cores() const {
+        static_assert(sizeof(ArenaHeader) + kLine + sizeof(CoreSet) <= 4096, "they lie before the cells");
+        return *reinterpret_cast<CoreSet*>(base_ + round_up(sizeof(ArenaHeader), kLine));
+    }
     static std::size_t cells_offset() { return 4096; }
     static std::size_t boards_offset(const ArenaHeader& h) {
         return round_up(cells_offset() + h.world_size * sizeof(RankCell), 4096);

@@ -186,6 +186,7 @@ public:
         d["deferred"] = s.deferred;
         d["queue_depth"] = depth;
         d["max_queue_depth"] = s.max_queue_depth;
+        d["spin_limit"] = engine_->spin_limit();
         return d;
     }
 

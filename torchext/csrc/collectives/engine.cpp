@@ -20,11 +20,6 @@ Engine::Engine(std::shared_ptr<Arena> arena, int rank, Settings settings)
         peer.out = RingWriter(arena_->ring_control(rank, p), arena_->ring_data(rank, p), arena_->ring_bytes());
         peer.in = RingReader(arena_->ring_control(p, rank), arena_->ring_data(p, rank), arena_->ring_bytes());
     }
-    const long cores = sysconf(_SC_NPROCESSORS_ONLN);
-    cpu_set_t set;
-    const int usable = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : static_cast<int>(cores);
-    // Where each rank can have a core, an answer is likely to be on its way; else the core is needed to make it.
-    spin_limit_ = world_size_ <= usable ? 2000 : 20;
     auto& cell = arena_->cell(rank_);
     cell.pid.store(static_cast<std::uint32_t>(getpid()), std::memory_order_relaxed);
     // release: publishes the pid
@@ -64,6 +59,7 @@ std::vector<int> Engine::meet(Nanoseconds timeout, const std::function<bool()>& 
         pids.push_back(p == rank_ ? 0 : static_cast<int>(arena_->cell(p).pid.load(std::memory_order_relaxed)));
     }
     liveness_.watch(pids);
+    spin_limit_ = arena_->has_core_for_each() ? 2000 : 20;
     fork_generation_ = generation().load(std::memory_order_relaxed);
     thread_ = std::make_unique<std::thread>([this] { run_thread(); });
     return {};

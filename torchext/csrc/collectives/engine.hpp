@@ -140,6 +140,7 @@ public:
     int rank() const { return rank_; }
     int world_size() const { return world_size_; }
     std::size_t eager_bytes() const { return eager_bytes_; }
+    int spin_limit() const { return spin_limit_; }  // polls in vain before the driver sleeps
 
 private:
     static constexpr std::size_t at(int i) { return static_cast<std::size_t>(i); }

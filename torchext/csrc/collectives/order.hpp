@@ -251,7 +251,6 @@ private:
     int own_rank() const { return groups_.front()->ranks[at(groups_.front()->me)]; }
 
     int doorbell_[2] = {-1, -1};
-    int usable_cores_ = 1;
 
     std::mutex mutex_;  // guards everything below
     std::condition_variable background_;

@@ -5,7 +5,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -18,8 +17,6 @@ namespace torchext::collectives {
 
 Orderer::Orderer() {
     if (pipe2(doorbell_, O_CLOEXEC | O_NONBLOCK) != 0) throw std::system_error(errno, std::generic_category(), "pipe");
-    cpu_set_t set;
-    usable_cores_ = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
 }
 
 Orderer::~Orderer() {
@@ -36,8 +33,7 @@ void Orderer::add(const OrderGroupPtr& group) {
     if (group->arena != nullptr) {
         auto& cell = group->arena->cell(group->me);
         cell.sleeping.store(num_sleeping_ != 0, std::memory_order_relaxed);
-        // Where each rank can have a core, an answer is likely to be on its way; else it needs this one.
-        spin_limit_ = std::min(spin_limit_, group->arena->world_size() <= usable_cores_ ? 500 : 20);
+        spin_limit_ = std::min(spin_limit_, group->arena->has_core_for_each() ? 500 : 20);
     } else {
         spin_limit_ = std::min(spin_limit_, 50);  // a look at a socket is a system call
     }
