@@ -39,7 +39,8 @@ KINDS = [
 ]
 # int64 sums are exact in any order, so the model below need not know the engine's.
 DTYPE = torch.int64
-SMALL, LARGE = [1, 2, 7, 100], [20_011, 70_001]  # elements; large ones go through staging memory
+# Elements; large ones go through staging memory, but the smaller of them between two ranks, through the rings.
+SMALL, LARGE = [1, 2, 7, 100], [20_011, 70_001]
 
 
 @dataclass(frozen=True)

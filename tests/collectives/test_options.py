@@ -122,7 +122,7 @@ def small_arena(rank: Rank) -> dict[str, int]:
 
 def more_than_fits(rank: Rank) -> int:
     """Rank 1 has made its calls when rank 0 makes them, and is stopped: no staging memory is given back."""
-    xs = [torch.full((20_000,), float(i)) for i in range(40)]
+    xs = [torch.full((80_000,), float(i)) for i in range(40)]
     if rank.rank == 0:
         rank.wait_for("stopped")
     works = []

@@ -422,7 +422,7 @@ class OrderedProcessGroup(NamedGroup):
             will_wait,
             work,
         )
-        return self._issued(work)
+        return self._issued(work, will_wait=will_wait)
 
     def _require_open(self) -> None:
         if self._closed:
@@ -450,8 +450,9 @@ class OrderedProcessGroup(NamedGroup):
             self._abort_inner()
         return inner
 
-    def _issued(self, work: OrderedWork) -> OrderedWork:
-        self._sequencer.launch_ready()
+    def _issued(self, work: OrderedWork, *, will_wait: bool = False) -> OrderedWork:
+        if not will_wait:  # else the wait launches what is ready
+            self._sequencer.launch_ready()
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

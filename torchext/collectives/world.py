@@ -267,6 +267,7 @@ def _sizes(world_size: int, arena_bytes: int | None) -> tuple[int, int]:
         ring //= 2
     smallest = (world_size**2 + world_size) * 4 * 4096  # staging of one collective, with the smallest chunks
     pool = arena_bytes or 64 << 20
+    ring += 8192  # for what goes with the payload: parts of a power of two are sent without staging
     return ring, max(pool // 4096 * 4096, 4 * smallest)
 
 

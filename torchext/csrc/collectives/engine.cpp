@@ -9,7 +9,7 @@ Engine::Engine(std::shared_ptr<Arena> arena, int rank, Settings settings)
     : arena_(std::move(arena)),
       rank_(rank),
       world_size_(arena_->world_size()),
-      eager_bytes_(arena_->ring_bytes() / 8),
+      eager_bytes_(eager_limit(arena_->ring_bytes(), world_size_)),
       settings_(std::move(settings)),
       max_patience_(50 * settings_.patience),
       peers_(static_cast<std::size_t>(world_size_)),

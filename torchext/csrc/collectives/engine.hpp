@@ -145,6 +145,13 @@ public:
 private:
     static constexpr std::size_t at(int i) { return static_cast<std::size_t>(i); }
     static constexpr Nanoseconds kNever = std::numeric_limits<Nanoseconds>::max();
+    // What goes through a ring. Between two ranks, whole inputs cross as much memory as parts of them through staging, and
+    // wait once instead of three times; among more, each rank would get the inputs of all. A ring must hold two records, or
+    // one that does not fit before its end might never fit.
+    static constexpr std::size_t eager_limit(std::size_t ring_bytes, int world_size) {
+        return (ring_bytes - kMaxRecordHead) / (world_size == 2 ? 2 : 8);
+    }
+    static constexpr std::size_t kMaxRecordHead = 8192;     // twice that of what goes with a payload, and more
     static constexpr std::size_t kMaxEagerAhead = 4 << 20;  // unread payload that one peer may have to keep
     static constexpr std::size_t kMaxEvents = 1 << 20;      // of a trace; later ones are dropped
     static constexpr std::size_t kMaxTag = 200;             // of which peers are told
@@ -167,7 +174,7 @@ private:
     };
 
     struct KeyQueue {
-        std::deque<OpPtr> posted;                                 // own calls that not every member has joined
+        std::vector<OpPtr> posted;                                // own calls that not every member has joined
         std::unordered_map<int, std::deque<Unexpected>> arrived;  // by world rank
     };
 
@@ -223,9 +230,10 @@ private:
     bool in_flight_under(std::uint64_t key) const;
     void send_join(Op& op, int member);
 
-    // A member has joined this rank's call.
-    void join(const OpPtr& op, int member, const Unexpected& call, const std::byte* payload);
-    void receive(const OpPtr& op, int member, const std::byte* payload, std::size_t bytes);
+    // A member has joined this rank's call. If the payload lies in the ring, `settle` has to be called before it goes.
+    void join(const OpPtr& op, int member, Unexpected& call, const std::byte* payload);
+    // `owner`: of the payload, if it lies on the heap.
+    void receive(const OpPtr& op, int member, const std::byte* payload, std::size_t bytes, std::vector<std::byte> owner);
     void queue_sends(const OpPtr& op);
 
     // Finishes the call if nothing is left to do.

@@ -203,7 +203,7 @@ void Engine::send_join(Op& op, int member) {
     }
 }
 
-void Engine::join(const OpPtr& op, int member, const Unexpected& call, const std::byte* payload) {
+void Engine::join(const OpPtr& op, int member, Unexpected& call, const std::byte* payload) {
     const int p = op->world_rank(member);
     auto& state = op->peers[at(member)];
     if (op->num_waiting != 0 || op->notify) stir();
@@ -225,7 +225,7 @@ void Engine::join(const OpPtr& op, int member, const Unexpected& call, const std
                  " where it sends " + std::to_string(op->send[at(member)].bytes),
              {p}, true);
     } else {
-        if (call.has_payload) receive(op, member, payload, call.send_bytes);
+        if (call.has_payload) receive(op, member, payload, call.send_bytes, std::move(call.payload));
         if (!state.sent && !op->in_send_queue) queue_sends(op);
     }
     if (op->all_joined()) {
@@ -238,11 +238,20 @@ void Engine::join(const OpPtr& op, int member, const Unexpected& call, const std
     }
 }
 
-void Engine::receive(const OpPtr& op, int member, const std::byte* payload, std::size_t bytes) {
+void Engine::receive(const OpPtr& op, int member, const std::byte* payload, std::size_t bytes,
+                     std::vector<std::byte> owner) {
     auto& state = op->peers[at(member)];
-    if (state.have || bytes != op->recv[at(member)].bytes) return;
+    auto& into = op->recv[at(member)];
+    if (state.have || bytes != into.bytes) return;
     if (op->num_waiting != 0 || op->notify) stir();
-    std::memcpy(op->recv[at(member)].data, payload, bytes);
+    if (op->flow != Flow::reduce) {
+        std::memcpy(into.data, payload, bytes);
+    } else if (owner.empty() && op->num_pending_recvs == 1 && op->num_pending_sends == 0 && !op->staged) {
+        into.data = const_cast<std::byte*>(payload);  // the last: it is reduced before it leaves the ring
+    } else {
+        op->inputs.push_back(owner.empty() ? std::vector<std::byte>(payload, payload + bytes) : std::move(owner));
+        into.data = op->inputs.back().data();
+    }
     state.have = true;
     --op->num_pending_recvs;
 }
@@ -281,7 +290,7 @@ void Engine::finish(const OpPtr& op) {
         decline(op->block, op->me, *op->members);
         op->block = nullptr;
     }
-    op->scratch = {};
+    op->inputs = {};
     if (op->keepalive != nullptr) {
         released_.push_back(std::exchange(op->keepalive, nullptr));
         has_released_.store(true, std::memory_order_relaxed);  // the mutex orders what it announces
@@ -345,7 +354,7 @@ bool Engine::drain(int p) {
             case RecordKind::data: {
                 const auto& data = *reinterpret_cast<const DataRecord*>(record);
                 if (const auto op = find(data.id); op != nullptr && !op->done) {
-                    receive(op, op->members->index(p), reinterpret_cast<const std::byte*>(&data + 1), data.bytes);
+                    receive(op, op->members->index(p), reinterpret_cast<const std::byte*>(&data + 1), data.bytes, {});
                     settle(op);
                 }
                 break;

@@ -84,7 +84,8 @@ struct Op {
     Nanoseconds issued = 0;
     Nanoseconds deadline = 0;
 
-    // By member: what crosses between this rank and it. In the reduce flow the spans of `recv` lie in `scratch`.
+    // By member: what crosses between this rank and it. In the reduce flow the spans of `recv` lie wherever the member's
+    // input is: in `inputs`, or in the ring for as long as it takes to reduce it.
     std::vector<Span> send;
     std::vector<Span> recv;
     std::vector<Peer> peers;
@@ -98,7 +99,7 @@ struct Op {
     Span whole;                  // small form: own input
     Span result;                 // small form: where the result goes; null if this rank gets none
     int spread_root = -1;        // who gets the segments: -1 all, -2 nobody but their owners, else one member
-    std::vector<std::byte> scratch;
+    std::vector<std::vector<std::byte>> inputs;  // small form: of members that came before the last
 
     std::vector<Request> choices;  // of a receive from any rank, until one has sent; the op has no buffers till then
     int num_joined = 0;            // others
@@ -298,9 +299,8 @@ inline void prepare(Op& op, const Request& r, std::size_t eager_bytes) {
             }
             op.send.assign(n, {});
         } else if (reduce_bytes != 0) {
-            op.scratch.resize(n * reduce_bytes);
             for (std::size_t m = 0; m < n; ++m) {
-                if (m != me) op.recv[m] = {op.scratch.data() + m * reduce_bytes, reduce_bytes};
+                if (m != me) op.recv[m] = {nullptr, reduce_bytes};
             }
         }
     } else {

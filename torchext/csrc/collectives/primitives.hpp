@@ -81,6 +81,9 @@ public:
     }
 
 private:
+    // Reduced and then copied while it is in the first-level cache; a multiple of all element sizes.
+    static constexpr std::size_t kReduceBlock = 8192;
+
     static std::size_t at(int i) { return static_cast<std::size_t>(i); }
     std::uint64_t chunks(std::size_t bytes) const { return (bytes + op_.layout.chunk() - 1) / op_.layout.chunk(); }
     std::size_t begin(std::uint64_t k) const { return k * op_.layout.chunk(); }
@@ -203,17 +206,20 @@ private:
             }
             if (!ready) break;
             const std::size_t bytes = length(k, own.bytes);
-            std::byte* slot = spreads ? op_.layout.spread_slot(op_.block, op_.me, k) : result.data + begin(k);
-            op_.kernel(slot, sources_.data(), op_.n, bytes / op_.item_bytes, op_.n);
+            std::byte* slot = spreads ? op_.layout.spread_slot(op_.block, op_.me, k) : nullptr;
+            std::byte* into = result.data == nullptr ? slot : result.data + begin(k);
+            for (std::size_t done = 0; done < bytes; done += kReduceBlock) {
+                const std::size_t m = std::min(kReduceBlock, bytes - done);
+                op_.kernel(into + done, sources_.data(), op_.n, m / op_.item_bytes, op_.n);
+                if (slot != nullptr && slot != into) std::memcpy(slot + done, into + done, m);
+                for (const void*& source : sources_) source = static_cast<const std::byte*>(source) + m;
+            }
             for (int m = 0; m < op_.n; ++m) {
                 if (m == op_.me) continue;
                 op_.layout.pair_read(op_.block, m, op_.me).store(k + 1, std::memory_order_release);
                 touched_.add(op_.world_rank(m));
             }
-            if (spreads) {
-                publish_spread(k + 1);
-                if (result.data != nullptr) std::memcpy(result.data + begin(k), slot, bytes);
-            }
+            if (spreads) publish_spread(k + 1);
             ++k;
             ++moved;
         }
