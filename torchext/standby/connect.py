@@ -50,7 +50,15 @@ def open_link(address: str, identity: Identity, *, transport: str, timeout_s: fl
             timeout_s,
         )
         chosen = _choose(transport, address, welcome, sock)
-        return Link(sock, address, identity, timeout_s, transport=chosen, heartbeat_s=welcome["heartbeat_s"])
+        return Link(
+            sock,
+            address,
+            identity,
+            timeout_s,
+            transport=chosen,
+            heartbeat_s=welcome["heartbeat_s"],
+            standby_pid=welcome["pid"],
+        )
     except BaseException:
         sock.close()
         raise
@@ -112,22 +120,33 @@ def _connect_or_start(address: str, timeout_s: float) -> socket.socket:
 
 
 class Reconnect:
-    """Tries to open a link in a thread of its own, again and again, until it has one or is cancelled."""
+    """Tries to open a link in a thread of its own, again and again, until it has one or is cancelled.
+
+    An error that says nothing of the standby ends it: `result` raises it.
+    """
 
     def __init__(self, open_one: Callable[[], Link]) -> None:
         self._open = open_one
         self._lock = threading.Lock()
         self._link: Link | None = None  # guarded by _lock
+        self._fault: BaseException | None = None  # guarded by _lock
         self._cancelled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchext-standby-reconnect", daemon=True)
         self._thread.start()
 
     def result(self) -> Link | None:
-        """The link, once there is one; it is the caller's then."""
+        """The link, once there is one; it is the caller's then.
+
+        Raises:
+            StandbyLostError: It has ended without one; the cause is what ended it.
+        """
         with self._lock:
             link, self._link = self._link, None
-        if link is not None:
+            fault = self._fault
+        if link is not None or fault is not None:
             self._thread.join()
+        if fault is not None:
+            raise StandbyLostError(f"looking for it has failed: {type(fault).__name__}: {fault}") from fault
         return link
 
     def cancel(self) -> None:
@@ -144,6 +163,10 @@ class Reconnect:
             except (OSError, StandbyError, CorruptStateError) as error:
                 logger.debug("no standby yet: %s", error)
                 continue
+            except BaseException as error:
+                with self._lock:
+                    self._fault = error
+                return
             with self._lock:
                 self._link = link
             return

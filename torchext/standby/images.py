@@ -7,7 +7,7 @@ import struct
 import threading
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchext._native import standby as native
 from torchext.standby.arena import Arena, Slot
@@ -73,8 +73,19 @@ class Image:
 
     def compute_record(self) -> str:
         """What `record` has to be."""
-        entries = [(number, held.slot.size_bytes, held.checksum) for number, held in sorted(self.entries.items())]
-        return record_of(self.step, self.tree, entries)
+        return record_of(self.step, self.tree, self._described())
+
+    def header(self, world_size: int) -> dict[str, Any]:
+        """What goes before the entries, wherever they go: see `persist.head_of` and `fetching.receive_state`."""
+        return {"step": self.step, "world_size": world_size, "entries": self._described(), "record": self.record}
+
+    def places(self) -> list[tuple[int, int, str]]:
+        """Of each of these entries, where another process finds it: descriptor, offset and nonce of its segment."""
+        slots = [held.slot for _, held in sorted(self.entries.items())]
+        return [(slot.segment.descriptor, slot.offset, slot.segment.nonce.hex()) for slot in slots]
+
+    def _described(self) -> list[tuple[int, int, int]]:
+        return [(number, held.slot.size_bytes, held.checksum) for number, held in sorted(self.entries.items())]
 
 
 def record_of(step: int, tree: bytes, entries: Iterable[tuple[int, int, int]]) -> str:

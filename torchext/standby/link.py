@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import select
 import socket
@@ -19,12 +20,13 @@ from torchext._native import standby as native
 from torchext.standby import rdma, wire
 from torchext.standby import tree as trees
 from torchext.standby.arena import Slot
-from torchext.standby.errors import CorruptStateError, StandbyLostError
-from torchext.standby.images import record_of
+from torchext.standby.errors import StandbyLostError
+from torchext.standby.fetching import copy_state, receive_state
 from torchext.standby.ledger import Publication
 from torchext.standby.persist import State
 from torchext.standby.source import serve
-from torchext.transport import receive_into
+
+logger = logging.getLogger(__name__)
 
 _NUM_BEATS = 5  # in the time after which silence means loss
 
@@ -80,6 +82,7 @@ class Link:
         *,
         transport: str,
         heartbeat_s: float | None,
+        standby_pid: int,
     ) -> None:
         self._sock = sock
         self._address = address
@@ -96,6 +99,7 @@ class Link:
         self._heartbeat_s = heartbeat_s  # a silence after which the standby takes this process for lost
         self._heartbeat: native.Heartbeat | None = None
         self.transport = transport
+        self._standby_pid = standby_pid
         self._endpoint: rdma.Endpoint | None = None
         self.committed: int | None = None
         self.bytes_pulled = 0
@@ -286,9 +290,21 @@ class Link:
 
         What this rank committed beyond it does not count any more. For ``find_mesh`` see `tree.load`.
         """
-        self._post({"op": "fetch", "step": step})
-        words = self._answer("entries")
-        return _receive_state(self._sock, words, self._data, find_mesh)
+        words = self._ask_for_state(step, from_memory=self.transport == "local")
+        if "places" not in words:
+            return receive_state(self._sock, words, self._data, find_mesh)
+        try:
+            return copy_state(self._standby_pid, words, self._data, find_mesh)
+        except OSError as error:
+            logger.info("cannot read the standby's memory (%s); the state comes over the connection", error)
+        finally:
+            self._post({"op": "has_read"})  # until then no image changes
+        words = self._ask_for_state(words["step"], from_memory=False)
+        return receive_state(self._sock, words, self._data, find_mesh)
+
+    def _ask_for_state(self, step: int | None, *, from_memory: bool) -> dict[str, Any]:
+        self._post({"op": "fetch", "step": step, "from_memory": from_memory})
+        return self._answer("entries")
 
     def check(self) -> None:
         """Raises what a sending thread met, or what the standby has said, without waiting."""
@@ -350,7 +366,7 @@ class Link:
             serve(stream, find)
         except OSError:
             pass  # the connection ended; the control connection says why
-        except (CorruptStateError, KeyError, ValueError, RuntimeError) as error:
+        except BaseException as error:  # whatever it is: the thread that trains is to hear of it
             self._fault = error
             with contextlib.suppress(OSError):  # so that the standby, and a gate that waits for it, notice
                 stream.shutdown(socket.SHUT_RDWR)
@@ -385,6 +401,8 @@ class Link:
         if "ahead" in words:
             self.read_ahead = words["ahead"]
             self.bytes_pulled += words["bytes"]
+        if "error" in words and self._fault is not None:
+            raise self._fault  # what the standby says came of it
         wire.raised(words)
 
 
@@ -412,7 +430,7 @@ def fetch(address: str, job: str, *, rank: int = 0, step: int | None = None, tim
     def ask(sock: socket.socket) -> State:
         wire.send(sock, {"op": "fetch", "job": job, "rank": rank, "step": step})
         words, data = wire.receive(sock)
-        return _receive_state(sock, wire.raised(words), data)
+        return receive_state(sock, wire.raised(words), data)
 
     return _as_reader(address, timeout_s, ask)
 
@@ -449,20 +467,3 @@ def _as_reader(address: str, timeout_s: float, ask: Callable[[socket.socket], _A
         raise StandbyLostError(
             f"the standby at {address} cannot be reached: {error or type(error).__name__}"
         ) from error
-
-
-def _receive_state(
-    sock: socket.socket, words: dict[str, Any], tree: memoryview, find_mesh: trees.FindMesh | None = None
-) -> State:
-    entries: dict[int, torch.Tensor] = {}
-    for number, size, checksum in words["entries"]:
-        entry = torch.empty(size, dtype=torch.uint8)
-        receive_into(sock, entry.numpy().data)
-        if native.checksum(entry.data_ptr(), size) != checksum:
-            raise CorruptStateError(
-                f"entry {number} of step {words['step']} has another checksum than when it was sealed"
-            )
-        entries[number] = entry
-    if record_of(words["step"], bytes(tree), words["entries"]) != words["record"]:
-        raise CorruptStateError(f"the commit record of step {words['step']} does not fit its state")
-    return State(words["step"], words["world_size"], trees.load(bytes(tree), entries.__getitem__, find_mesh))

@@ -20,7 +20,7 @@ import torch
 
 from torchext._native import standby as native
 from torchext.standby import tree as trees
-from torchext.standby.errors import CorruptStateError, NoStateError, StandbyError, StateMismatchError
+from torchext.standby.errors import CorruptStateError, NoStateError, StateMismatchError
 from torchext.standby.images import Budget, record_of
 from torchext.standby.jobs import Job
 
@@ -207,7 +207,7 @@ class Persister:
             self._wanted.clear()
             try:
                 self._persist()
-            except (OSError, StandbyError) as error:
+            except Exception as error:  # whatever it is: the thread goes on, and the training hears of it
                 logger.warning("job %s: a state could not be written to %s: %s", self._job.name, self._folder, error)
                 if not self._has_failed:
                     self._has_failed = True
@@ -270,9 +270,7 @@ class Persister:
             for rank, image in enumerate(images):
                 for number, held in image.entries.items():
                     native.copy(self._copies[rank, number].data_ptr(), held.slot.address, held.slot.size_bytes)
-                entries = [[n, held.slot.size_bytes, held.checksum] for n, held in sorted(image.entries.items())]
-                words = {"step": step, "world_size": self._job.world_size, "entries": entries, "record": image.record}
-                ranks.append((words, image.tree))
+                ranks.append((image.header(self._job.world_size), image.tree))
             return step, ranks
 
     def _allocate(self, sizes: dict[tuple[int, int], int], spare_bytes: int) -> None:

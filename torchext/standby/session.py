@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from torchext.standby import rdma, wire
 from torchext.standby.changes import Changes
-from torchext.standby.errors import FencedError, NoStateError, StandbyError, StateMismatchError
+from torchext.standby.errors import FencedError, NoStateError, StandbyError
+from torchext.standby.handing_out import hand_out
 from torchext.standby.jobs import Job
 from torchext.standby.source import LocalSource, SharedMemory, Source, TcpSource
 
@@ -25,10 +26,6 @@ logger = logging.getLogger(__name__)
 
 _GREETING_TIMEOUT_S = 10.0
 _REQUEST_TIMEOUT_S = 30.0
-# A reader that is slower than a chunk in this time is given up, and any reader once training has waited so long for it:
-# together less than the 30 s after which the training process gives up its standby.
-_READER_TIMEOUT_S = 10.0
-_CHUNK_BYTES = 1 << 20
 _DRAIN_S = 2.0
 
 
@@ -83,7 +80,7 @@ class Session(threading.Thread):
             serve[role]()
         except (ConnectionError, TimeoutError) as error:
             logger.info("connection of %s ended: %s", self.peer or "a client", error)
-        except (StandbyError, OSError, ValueError, KeyError) as error:
+        except Exception as error:  # whatever it is: the other end hears of it
             if not self._closed:
                 logger.warning("connection of %s failed: %s", self.peer or "a client", error)
             with contextlib.suppress(OSError):
@@ -165,7 +162,13 @@ class Session(threading.Thread):
             words, data = wire.receive(self._sock)
             try:
                 if words["op"] == "fetch":
-                    self._fetch(self.hello["job"], self.hello["rank"], words["step"], run=self.hello["run"])
+                    self._fetch(
+                        self.hello["job"],
+                        self.hello["rank"],
+                        words["step"],
+                        run=self.hello["run"],
+                        from_memory=words["from_memory"],
+                    )
                 else:
                     handlers[words["op"]](words, data)
             except (StandbyError, OSError, ValueError) as error:
@@ -468,49 +471,16 @@ class Session(threading.Thread):
         else:
             raise StandbyError(f"unknown request {words['op']!r}")
 
-    def _fetch(self, name: str, number: int, step: int | None, run: str | None = None) -> None:
-        """Sends the state of a step, by default of the one that counts; no image of the rank changes meanwhile.
-
-        A training process, ``run``, goes on from that step: what its rank has beyond does not count from then on, so
-        that no late message of another rank's dead process can make the ranks go on from different steps.
-        """
-        with self._daemon.changed:
-            job = self._daemon.job(name)
-            if not 0 <= number < job.world_size:
-                raise StateMismatchError(
-                    f"job {name!r} has ranks 0 to {job.world_size - 1}, rank {number} was asked for"
-                )
-            rank = job.ranks[number]
+    def _fetch(self, name: str, number: int, step: int | None, **options: Any) -> None:
+        """See `hand_out`."""
         before = self._sock.gettimeout()
-        with rank.busy:
-            with self._daemon.changed:
-                if step is None:
-                    step = job.book.latest()
-                if step is None:
-                    raise NoStateError(f"the standby holds no complete state of job {name!r}: {job.progress()}")
-                image = rank.images.images[job.book.image(number, step)]
-                if run is not None:
-                    job.book.resume(number, run, step)
-                    if job.persister is not None:
-                        job.persister.forget_after(step)
-            entries = [[n, held.slot.size_bytes, held.checksum] for n, held in sorted(image.entries.items())]
-            words = {"step": step, "world_size": job.world_size, "entries": entries, "record": image.record}
-            self._sock.settimeout(_READER_TIMEOUT_S)
-            try:
-                with self._sending:  # nothing else may come in between
-                    wire.send(self._sock, words, image.tree)
-                    for _, held in sorted(image.entries.items()):
-                        memory = held.slot.base.numpy().data
-                        for at in range(0, len(memory), _CHUNK_BYTES):
-                            self._sock.sendall(memory[at : at + _CHUNK_BYTES])
-                            since = rank.wanted_since
-                            if since is not None and time.monotonic() - since > _READER_TIMEOUT_S:
-                                raise TimeoutError(f"it was reading step {step} while training waited to go on")
-            except OSError:
-                self.close()  # no message would be understood in the middle of a state
-                raise
-            finally:
-                self._sock.settimeout(before)
+        try:
+            hand_out(self._daemon, self._sock, self._sending, name, number, step, **options)
+        except OSError:
+            self.close()  # no message would be understood in the middle of a state
+            raise
+        finally:
+            self._sock.settimeout(before)
 
 
 def _hung_up(sock: socket.socket) -> bool:

@@ -62,6 +62,22 @@ class Source(Protocol):
         """Gives up all that it holds."""
 
 
+def open_segment(pid: int, descriptor: int, nonce: bytes) -> int:
+    """A descriptor of this process for a segment (see arena.py) of another one of this host; the caller closes it.
+
+    Raises:
+        OSError: This process may not, or the other one is gone.
+        StandbyError: It is not the segment that it is said to be.
+    """
+    if len(nonce) != NONCE_BYTES:
+        raise StandbyError(f"the nonce of a segment has {NONCE_BYTES} bytes, got {len(nonce)}")
+    file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    if os.pread(file, len(nonce), 0) != nonce:
+        os.close(file)
+        raise StandbyError(f"descriptor {descriptor} of process {pid} is another file than expected")
+    return file
+
+
 class SharedMemory:
     """Segments of another process of this host, mapped for reading. They stay readable when that process dies.
 
@@ -80,13 +96,9 @@ class SharedMemory:
             OSError: This process may not, or the other one is gone.
             StandbyError: It is not the segment that it is said to be.
         """
-        if len(nonce) != NONCE_BYTES:
-            raise StandbyError(f"the nonce of a segment has {NONCE_BYTES} bytes, got {len(nonce)}")
         if descriptor not in self._mapped:
-            file = os.open(f"/proc/{self._pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            file = open_segment(self._pid, descriptor, nonce)
             try:
-                if os.pread(file, len(nonce), 0) != nonce:
-                    raise StandbyError(f"descriptor {descriptor} of process {self._pid} is another file than expected")
                 memory = mmap.mmap(file, os.fstat(file).st_size)
             finally:
                 os.close(file)
@@ -197,7 +209,7 @@ class TcpSource:
             lightest = loads.index(min(loads))
             shares[lightest][1].append((number, each))
             loads[lightest] += each.size_bytes(entries[number].slot.size_bytes)
-        _in_parallel(
+        in_parallel(
             [(_pull_share, (stream, *share, entries)) for stream, share in zip(self._streams, shares, strict=True)]
         )
         for number in changes.whole:
@@ -218,7 +230,7 @@ class TcpSource:
             stream.close()
 
 
-def _in_parallel(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
+def in_parallel(calls: list[tuple[Any, tuple[Any, ...]]]) -> None:
     """Makes each call in a thread of its own; raises the first failure once all have ended."""
     results: list[Future[None]] = [Future() for _ in calls]
 
