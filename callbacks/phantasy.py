@@ -15,14 +15,16 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher, _PrefetchDataFetcher
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from torchext.callbacks.outputs import Outputs
 from torchext.standby import persist, rng
 from torchext.standby.connect import open_link
 from torchext.standby.errors import NoStateError, StandbyError, StandbyLostError
 from torchext.standby.link import Identity
+from torchext.standby.options import Mode, OnStandbyLoss, Options, Tracking, Transport, check_count
 from torchext.standby.promote import await_promotion
-from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport, resume_from
+from torchext.standby.publisher import Publisher, resume_from
 from torchext.standby.replicator import default_job
 from torchext.standby.tree import later_states
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SCHEME = "phantasy://"
+_WITHOUT_CHECKPOINT_IO = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)  # those that load files by themselves
 _KEY = "torchext_standby"  # what this adds to a checkpoint
 
 
@@ -70,6 +73,10 @@ class PhantasyCheckpoint(Callback):
         commit_outputs: Whether what loggers are told, and files of `ModelCheckpoint`, wait until their step is
             committed, so that after a crash nothing outside is of a step that never happened; see
             `torchext.callbacks.outputs.Outputs`. Without a standby they do not wait.
+
+    Raises:
+        ValueError: An argument cannot be; or, as training starts, the trainer's strategy (FSDP, model parallel,
+            DeepSpeed) loads checkpoints past what this can replace.
     """
 
     def __init__(
@@ -91,26 +98,22 @@ class PhantasyCheckpoint(Callback):
         commit_outputs: bool = False,
     ) -> None:
         super().__init__()
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps has to be at least 1, got {every_n_steps}")
-        self._standby = standby
+        check_count("every_n_steps", every_n_steps, at_least=1)
         self._job = job
         self._every_n_steps = every_n_steps
-        self._timeout = timeout
-        self._transport = transport
-        self._options: dict[str, Any] = {
-            "standby": standby,
-            "mode": mode,
-            "tracking": tracking,
-            "transport": transport,
-            "on_standby_loss": on_standby_loss,
-            "timeout": timeout,
-            "num_streams": num_streams,
-            "huge_pages": huge_pages,
-            "audit_every_n_steps": audit_every_n_steps,
-            "persist_dir": persist_dir,
-            "persist_every_n_commits": persist_every_n_commits,
-        }
+        self._options = Options(
+            standby=standby,
+            mode=mode,
+            tracking=tracking,
+            transport=transport,
+            on_standby_loss=on_standby_loss,
+            timeout=timeout,
+            num_streams=num_streams,
+            huge_pages=huge_pages,
+            audit_every_n_steps=audit_every_n_steps,
+            persist_dir=persist_dir,
+            persist_every_n_commits=persist_every_n_commits,
+        )
         self._commit_outputs = commit_outputs
         self._outputs: Outputs | None = None
         self._identity: Identity | None = None
@@ -129,8 +132,14 @@ class PhantasyCheckpoint(Callback):
         """Lets the trainer load from a standby."""
         if stage != "fit":
             return
-        self._identity = Identity.of_this_process(self._job or default_job(), trainer.global_rank, trainer.world_size)
         strategy = trainer.strategy
+        if isinstance(strategy, _WITHOUT_CHECKPOINT_IO):
+            raise ValueError(
+                f"PhantasyCheckpoint cannot be used with {type(strategy).__name__}, which loads checkpoints past the "
+                "trainer's CheckpointIO; use DDPStrategy, or for sharded models torchext.standby.Replicator in a "
+                "loop of your own"
+            )
+        self._identity = Identity.of_this_process(self._job or default_job(), trainer.global_rank, trainer.world_size)
         if self._commit_outputs:
             self._outputs = Outputs(trainer, self._identity.job)
         strategy.checkpoint_io = _StandbyIO(strategy.checkpoint_io, self._load, self._outputs)
@@ -151,8 +160,8 @@ class PhantasyCheckpoint(Callback):
             {"module": pl_module},
             list(trainer.optimizers),
             identity=self._identity,
+            options=self._options,
             gate_in_optimizers=False,  # Lightning computes the gradients within the optimizer's step
-            **self._options,
         )
         self._publisher.connect()
         if self._outputs is not None:
@@ -238,16 +247,17 @@ class PhantasyCheckpoint(Callback):
 
     def _state(self, address: str, step: int | None, *, try_disk: bool) -> persist.State:
         """The state of a step, or the last one."""
-        identity, directory = self._identity, self._options["persist_dir"]
+        identity, directory = self._identity, self._options.persist_dir
         assert identity is not None
         on_disk = persist.steps(directory, identity.job) if try_disk and directory is not None else []
 
         def load(step: int | None) -> persist.State:
+            assert directory is not None
             return persist.load(directory, identity.job, rank=identity.rank, world_size=identity.world_size, step=step)
 
-        timeout_s = self._timeout.total_seconds() if isinstance(self._timeout, timedelta) else float(self._timeout)
+        options = self._options
         try:
-            link = open_link(address, identity, transport=self._transport, timeout_s=timeout_s)
+            link = open_link(address, identity, transport=options.transport, timeout_s=options.timeout_s)
         except (OSError, StandbyLostError) as error:
             if not on_disk or (step is not None and step not in on_disk):
                 raise StandbyLostError(f"the standby at {address} cannot be reached: {error}") from error

@@ -15,7 +15,11 @@ from torchext.callbacks import PhantasyCheckpoint
 
 
 class Crashed(BaseException):
-    """Stands for a process that is gone."""
+    """Stands for a process that is gone; `model` is what it had done."""
+
+    def __init__(self, model: Model) -> None:
+        super().__init__("crashed, as it was told to")
+        self.model = model
 
 
 class Numbers(Dataset[torch.Tensor]):
@@ -117,13 +121,36 @@ class Model(pl.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
 
 
+class TwoOptimizers(Model):
+    """Steps them by itself, the second one every other time, as adversarial trainings do."""
+
+    def __init__(self, crash_at: int | None = None) -> None:
+        super().__init__(crash_at)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers[: 1 + batch_idx % 2]:
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in optimizers[: 1 + batch_idx % 2]:
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        first, last = self.net[0].parameters(), self.net[3].parameters()
+        return [torch.optim.AdamW(first, lr=1e-2), torch.optim.SGD(last, lr=1e-2, momentum=0.9)], []
+
+
 def crash(trainer: pl.Trainer) -> None:
     """As a kill: the standby hears nothing any more."""
     for callback in trainer.callbacks:
         if isinstance(callback, PhantasyCheckpoint):
             assert callback.publisher is not None
             callback.publisher._unlink()
-    raise Crashed
+    assert isinstance(trainer.lightning_module, Model)
+    raise Crashed(trainer.lightning_module)
 
 
 def fit(
@@ -134,7 +161,7 @@ def fit(
         pl.seed_everything(7, verbose=False)
     callback_options = options.pop("callback", {})
     others = options.pop("callbacks", [])
-    model = Model(crash_at)
+    model: Model = options.pop("model", Model)(crash_at)
     trainer = pl.Trainer(
         accelerator="cpu",
         logger=False,

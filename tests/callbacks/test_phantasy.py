@@ -7,14 +7,16 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
-from tests.callbacks.lightning_jobs import Crashed, Model, fit
+from tests.callbacks.lightning_jobs import Crashed, Model, TwoOptimizers, fit
 from tests.standby.processes import until
 from torchext.callbacks import PhantasyCheckpoint
 from torchext.standby import NoStateError, cli
@@ -33,16 +35,6 @@ pytestmark = [
 ]
 
 
-def _crash_and_go_on(daemon: Daemon, kind: str, crash_at: int, **options: Any) -> Model:
-    with pytest.raises(Crashed):
-        fit(daemon.address, kind, crash_at, **options)
-    resumed = fit(daemon.address, kind, path=f"phantasy://{daemon.address}/latest", **options)
-    first = min(resumed.losses)
-    # Steps count from 0: at most the one before the crash is done again.
-    assert first == (crash_at if options.get("callback", {}).get("mode") == "rpo0" else crash_at - 1)
-    return resumed
-
-
 def _assert_goes_on(reference: Model, resumed: Model) -> None:
     first = min(resumed.losses)
     assert resumed.losses == {step: loss for step, loss in reference.losses.items() if step >= first}
@@ -52,13 +44,32 @@ def _assert_goes_on(reference: Model, resumed: Model) -> None:
         assert torch.equal(left, right), name
 
 
+def _crash_again_and_again(daemon: Daemon, kind: str, crashes: range, **options: Any) -> None:
+    """A job that crashes in each of these steps, and each time goes on from where it was."""
+    reference = fit(None, kind, **{name: value for name, value in options.items() if name != "callback"})
+    first, path = -1, None
+    for crash_at in [*crashes, None]:
+        try:
+            model = fit(daemon.address, kind, crash_at, path=path, **options)
+        except Crashed as crashed:
+            model = crashed.model
+        if path is not None:
+            assert min(model.losses) == first
+        last = len(reference.losses) if crash_at is None else crash_at
+        assert model.losses == {i: reference.losses[i] for i in range(max(first, 0), last)}
+        assert {i: model.samples[i] for i in model.losses} == {i: reference.samples[i] for i in model.losses}
+        assert model.validated == [entry for entry in reference.validated if first < entry[0] <= last]
+        # Steps count from 0: at most the one before the crash is done again.
+        first = last if options.get("callback", {}).get("mode") == "rpo0" else last - 1
+        path = f"phantasy://{daemon.address}/latest"
+    for (name, left), right in zip(reference.state_dict().items(), model.state_dict().values(), strict=True):
+        assert torch.equal(left, right), name
+
+
 @pytest.mark.parametrize("kind", ["shuffled", "generator", "stream", "stateful", "sized stateful"])
 def test_goes_on_from_every_step(daemon: Daemon, kind: str) -> None:
     """Lightning-AI/pytorch-lightning#20550, #21765, #11029: loaders off by one in the middle of an epoch."""
-    reference = fit(None, kind)
-    assert len(reference.losses) == 18
-    for crash_at in range(2, 18, 1 if kind == "shuffled" else 3):
-        _assert_goes_on(reference, _crash_and_go_on(daemon, kind, crash_at))
+    _crash_again_and_again(daemon, kind, range(2, 18, 1 if kind == "shuffled" else 3))
 
 
 @pytest.mark.parametrize(
@@ -72,16 +83,21 @@ def test_goes_on_from_every_step(daemon: Daemon, kind: str) -> None:
     ids=lambda options: next(iter(options)),
 )
 def test_goes_on_with(daemon: Daemon, options: dict[str, Any]) -> None:
-    reference_options = {name: value for name, value in options.items() if name != "callback"}
-    reference = fit(None, "shuffled", **reference_options)
-    for crash_at in range(2, len(reference.losses), 3):
-        _assert_goes_on(reference, _crash_and_go_on(daemon, "shuffled", crash_at, **options))
+    num_steps = 3 * options.get("limit_train_batches", 6) // options.get("accumulate_grad_batches", 1)
+    _crash_again_and_again(daemon, "shuffled", range(2, num_steps, 3), **options)
 
 
 def test_goes_on_with_workers(daemon: Daemon) -> None:
-    reference = fit(None, "workers")
-    for crash_at in (4, 9):  # in the first epoch and in a later one
-        _assert_goes_on(reference, _crash_and_go_on(daemon, "workers", crash_at))
+    _crash_again_and_again(daemon, "workers", range(4, 10, 5))  # in the first epoch and in a later one
+
+
+def test_goes_on_with_two_optimizers_that_the_model_steps_by_itself(daemon: Daemon) -> None:
+    reference = fit(None, "shuffled", model=TwoOptimizers)
+    with pytest.raises(Crashed):  # each step of an optimizer counts: 1, 3, 4, 6, ...
+        fit(daemon.address, "shuffled", 12, callback={"mode": "rpo0", "audit_every_n_steps": 1}, model=TwoOptimizers)
+    resumed = fit(daemon.address, "shuffled", path=f"phantasy://{daemon.address}/latest", model=TwoOptimizers)
+    assert min(resumed.losses) == 12
+    _assert_goes_on(reference, resumed)
 
 
 def test_a_commit_every_few_steps_is_what_a_restart_finds(daemon: Daemon) -> None:
@@ -101,8 +117,9 @@ def test_auto_starts_anew_where_the_standby_holds_nothing_and_latest_does_not(da
     assert min(fit(daemon.address, "shuffled", path=f"{path}/auto").losses) == 6
     with pytest.raises(ValueError, match=r"expected ckpt_path=phantasy://HOST:PORT/STEP, .* got 'phantasy://latest'"):
         fit(daemon.address, "shuffled", path="phantasy://latest")
-    with pytest.raises(ValueError, match="every_n_steps has to be at least 1, got 0"):
-        PhantasyCheckpoint(daemon.address, every_n_steps=0)
+    for options in ({"every_n_steps": 0}, {"num_streams": 0}):  # others: see Replicator
+        with pytest.raises(ValueError, match="has to be at least 1, got 0"):
+            PhantasyCheckpoint(daemon.address, **options)
 
 
 def test_an_exported_state_is_an_ordinary_checkpoint(daemon: Daemon, tmp_path: Path) -> None:
@@ -121,6 +138,14 @@ def test_another_model_is_refused_with_names_and_shapes(daemon: Daemon, monkeypa
     monkeypatch.setattr(Model, "configure_model", lambda self: setattr(self, "net", torch.nn.Linear(32, 1)))
     with pytest.raises(RuntimeError, match=r"net\.weight"):
         fit(daemon.address, "shuffled", path=f"phantasy://{daemon.address}/latest")
+
+
+def test_strategies_that_load_checkpoints_by_themselves_are_refused() -> None:
+    """Lightning-AI/pytorch-lightning: FSDPStrategy.load_checkpoint, and others like it, use no CheckpointIO."""
+    for strategy in (FSDPStrategy(), ModelParallelStrategy()):
+        trainer: Any = SimpleNamespace(strategy=strategy)
+        with pytest.raises(ValueError, match=rf"{type(strategy).__name__}, which .* use DDPStrategy, or"):
+            PhantasyCheckpoint().setup(trainer, Model(), "fit")
 
 
 def test_the_trainer_is_left_as_it_was(daemon: Daemon) -> None:

@@ -24,8 +24,9 @@ from tests.standby.processes import Net, build, start_standby, step, undisturbed
 from tests.standby.training import Trainings
 from torchext.standby import FencedError, Replicator, StandbyError, StandbyLostError, StandbyLostWarning, wire
 from torchext.standby.arena import Segment
+from torchext.standby.connect import open_link
 from torchext.standby.daemon import Daemon
-from torchext.standby.link import fetch, status
+from torchext.standby.link import Identity, fetch, status
 from torchext.standby.source import LocalSource
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -186,6 +187,45 @@ def test_no_standby_at_all(monkeypatch: Any) -> None:
         replicator.commit(0)
 
 
+def test_whatever_ends_the_search_for_a_standby_is_told_and_the_search_goes_on(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors = [ConnectionRefusedError("nobody is there"), MemoryError("no room")]
+
+    def open_or_fail(*arguments: Any, **options: Any) -> Any:
+        if errors:
+            raise errors.pop(0)
+        return open_link(*arguments, **options)
+
+    monkeypatch.setattr("torchext.standby.connect._RETRY_S", 0.01)
+    monkeypatch.setattr("torchext.standby.publisher.open_link", open_or_fail)
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=daemon.address, job="a", mode="rpo0") as replicator:
+        with pytest.warns(StandbyLostWarning, match="nobody is there"):
+            replicator.commit(0)
+        search: Any = replicator._publisher._reconnect
+        until(lambda: search._fault is not None)
+        with pytest.warns(StandbyLostWarning, match="looking for it has failed: MemoryError: no room"):
+            replicator.commit(1)
+        search = replicator._publisher._reconnect
+        until(lambda: search._link is not None)
+        replicator.commit(2)
+        assert fetch(daemon.address, "a").step == 2
+
+
+def test_whatever_ends_a_data_stream_is_raised_within_a_step(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(*_: Any) -> Any:
+        raise TypeError("a fault within")
+
+    monkeypatch.setattr("torchext.standby.ledger.Ledger.entry", find)
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=daemon.address, job="a", transport="tcp") as replicator:
+        replicator.commit(0)
+        with pytest.raises(TypeError, match="a fault within"):
+            replicator.gate()
+        replicator._publisher._unlink()
+
+
 def test_a_standby_out_of_memory_says_how_much_it_needs() -> None:
     with Daemon("127.0.0.1:0", memory_bytes=50_000) as daemon:
         thread = threading.Thread(target=daemon.serve)
@@ -243,6 +283,63 @@ def test_a_torn_image_is_never_handed_out(daemon: Daemon) -> None:
         fetch(daemon.address, "job")
 
 
+def test_a_torn_image_is_not_gone_on_from(daemon: Daemon) -> None:
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=daemon.address, job="job", mode="rpo0") as replicator:
+        replicator.commit(0)
+    image = next(image for image in daemon.jobs["job"].ranks[0].images.images if image.record is not None)
+    held = next(iter(image.entries.values()))
+    for transport in ("local", "tcp"):  # out of its memory; over the connection
+        with Replicator(model, optimizer, standby=daemon.address, job="job", transport=transport) as replicator:
+            held.slot.base[17] ^= 4
+            with pytest.raises(StandbyError, match="another checksum than when it was sealed"):
+                replicator.restore()
+            held.slot.base[17] ^= 4
+            found = replicator.restore()
+            assert found is not None
+            assert found.step == 0
+
+
+def test_where_the_memory_of_the_standby_cannot_be_read_its_state_comes_over_the_connection(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=daemon.address, job="job", mode="rpo0") as replicator:
+        step(model, optimizer)
+        replicator.commit(0, state=torch.arange(2**21))
+        expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def open_nothing(*_: Any) -> Any:
+        raise PermissionError("not allowed here")
+
+    step(model, optimizer)
+    caplog.set_level("INFO")
+    with Replicator(model, optimizer, standby=daemon.address, job="job") as replicator:
+        with monkeypatch.context() as patch:
+            patch.setattr("torchext.standby.fetching.open_segment", open_nothing)
+            found = replicator.restore()
+        assert found is not None
+        assert torch.equal(found.state, torch.arange(2**21))
+        assert all(torch.equal(expected[name], tensor) for name, tensor in model.state_dict().items())
+        assert "cannot read the standby's memory (not allowed here)" in caplog.text
+        replicator.commit(1)
+
+
+def test_a_process_that_dies_while_it_copies_the_state_holds_no_lock(daemon: Daemon) -> None:
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=daemon.address, job="job", mode="rpo0") as replicator:
+        replicator.commit(0)
+    link = open_link(daemon.address, Identity.of_this_process("job", 0, 1), transport="local", timeout_s=60)
+    link.claim(take_over=True, num_streams=0, find=lambda _: torch.empty(0))
+    assert link._ask_for_state(None, from_memory=True)["step"] == 0
+    assert daemon.jobs["job"].ranks[0].busy.locked()
+    link.close()
+    with Replicator(model, optimizer, standby=daemon.address, job="job") as replicator:
+        found = replicator.restore()
+        assert found is not None
+        assert found.step == 0
+
+
 def test_a_wrong_token_is_refused(daemon: Daemon, monkeypatch: Any) -> None:
     script = "from torchext.standby.link import status; import sys; status(sys.argv[1])"
     done = subprocess.run(
@@ -264,7 +361,7 @@ def test_a_reader_that_stops_reading_does_not_stop_training(daemon: Daemon, monk
     with Replicator(model, optimizer, standby=daemon.address, job="job", mode="rpo0") as replicator:
         replicator.commit(0, state=torch.zeros(1 << 26, dtype=torch.uint8))
         with wire.connect(daemon.address, 30) as sock, monkeypatch.context() as patch:
-            patch.setattr("torchext.standby.session._READER_TIMEOUT_S", 0.3)
+            patch.setattr("torchext.standby.handing_out._READER_TIMEOUT_S", 0.3)
             wire.greet(sock, {"role": "reader"}, 30)
             wire.send(sock, {"op": "fetch", "job": "job", "rank": 0, "step": None})
             assert wire.receive(sock)[0]["step"] == 0
@@ -328,7 +425,7 @@ def test_memory_outside_of_a_segment_is_never_read() -> None:
             with pytest.raises(StandbyError, match=r"entry 1, .* is not within its segment of"):
                 source.declare(1, size, segment.descriptor, offset, segment.nonce.hex())
         with pytest.raises(StandbyError, match="16 bytes, got 0"):
-            source.declare(1, 100, segment.descriptor, 0, "")
+            LocalSource(os.getpid()).declare(1, 100, segment.descriptor, 0, "")
     finally:
         source.close()
         segment.close()

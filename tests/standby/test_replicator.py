@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -517,15 +518,35 @@ def test_arguments_are_checked(daemon: Daemon) -> None:
         ({"transport": "udp"}, "transport has to be one of"),
         ({"on_standby_loss": "ignore"}, "on_standby_loss has to be one of"),
         ({"rank": 2, "world_size": 2}, "rank has to be from 0 to world_size - 1 = 1, got 2"),
+        ({"rank": -1, "world_size": 2}, "rank has to be at least 0, got -1"),
+        ({"rank": 0, "world_size": 0}, "world_size has to be at least 1, got 0"),
+        ({"rank": "0", "world_size": 2}, "rank has to be a whole number, got '0'"),
+        ({"num_streams": 0}, "num_streams has to be at least 1, got 0"),
+        ({"num_streams": 2.5}, "num_streams has to be a whole number, got 2.5"),
+        ({"num_streams": True}, "num_streams has to be a whole number, got True"),
+        ({"audit_every_n_steps": -1}, r"audit_every_n_steps has to be at least 0 \(0: no audits\), got -1"),
+        ({"audit_every_n_steps": 0.5}, r"audit_every_n_steps has to be a whole number \(0: no audits\), got 0.5"),
+        ({"persist_dir": "there", "persist_every_n_commits": -1}, "persist_every_n_commits has to be at least 0"),
+        ({"persist_dir": "there", "persist_every_n_commits": None}, "persist_every_n_commits has to be a whole"),
+        ({"persist_dir": "there"}, r"persist_every_n_commits \(at least 1\) go together, got persist_dir='there'"),
+        ({"persist_every_n_commits": 3}, "go together, got persist_dir=None and persist_every_n_commits=3"),
+        ({"timeout": 0}, "timeout has to be a timedelta or seconds, more than 0, got 0"),
+        ({"timeout": timedelta(seconds=-1)}, "timeout has to be a timedelta or seconds"),
+        ({"timeout": float("nan")}, "timeout has to be a timedelta or seconds, more than 0, got nan"),
+        ({"timeout": "soon"}, "timeout has to be a timedelta or seconds, more than 0, got 'soon'"),
     ):
         with pytest.raises(ValueError, match=message):
             _replicator(daemon, model, optimizer, **options)
     with pytest.raises(ValueError, match="host:port or 'local', got 'nowhere'"):
         Replicator(model, optimizer, standby="nowhere").restore()
     with _replicator(daemon, model, optimizer) as replicator:
-        replicator.commit(5)
+        replicator.commit(np.int64(5))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="steps have to grow: 5 after 5"):
             replicator.commit(5)
+        for step_given, message in ((5.5, "step has to be a whole number, got 5.5"), (-1, "step has to be at least 0")):
+            with pytest.raises(ValueError, match=message):
+                replicator.commit(step_given)  # type: ignore[arg-type]
+        assert replicator.stats["connected"]
 
 
 def test_a_job_that_is_gone_is_named(daemon: Daemon) -> None:

@@ -218,12 +218,6 @@ def test_an_audit_finds_a_copy_that_has_gone_bad(daemon: Daemon) -> None:
         _assert_held(daemon, model, optimizer)
 
 
-def test_audits_cannot_come_every_minus_one_steps(daemon: Daemon) -> None:
-    model, optimizer = build()
-    with pytest.raises(ValueError, match="audit_every_n_steps has to be at least 0"):
-        _replicator(daemon, model, optimizer, audit_every_n_steps=-1)
-
-
 def _on_an_older_kernel(address: str, results: Any) -> None:
     """Replicates in a process whose kernel does not know PAGEMAP_SCAN, as those before 6.7."""
     _deny_pagemap_scan()

@@ -7,9 +7,8 @@ import operator
 import time
 import warnings
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,16 +28,11 @@ from torchext.standby import tree as trees  # noqa: E402
 from torchext.standby.connect import Reconnect, open_link  # noqa: E402
 from torchext.standby.ledger import Ledger, Publication  # noqa: E402
 from torchext.standby.link import Identity, Link  # noqa: E402
+from torchext.standby.options import Options  # noqa: E402
 from torchext.standby.pages import PageTracking  # noqa: E402
 from torchext.standby.promote import await_promotion  # noqa: E402
 
 logger = logging.getLogger(__name__)
-
-Mode = Literal["lag1", "rpo0"]
-Tracking = Literal["owner", "pages", "rows", "auto"]
-Transport = Literal["auto", "local", "tcp", "rdma"]
-OnStandbyLoss = Literal["degrade", "raise"]
-
 
 _Result = TypeVar("_Result")
 
@@ -73,56 +67,27 @@ class Publisher:
         modules: dict[str, torch.nn.Module],
         optimizers: list[torch.optim.Optimizer],
         *,
-        standby: str,
         identity: Identity,
-        mode: Mode,
-        tracking: Tracking,
-        transport: Transport,
-        on_standby_loss: OnStandbyLoss,
-        timeout: float | timedelta,
-        num_streams: int,
-        huge_pages: bool | None,
-        audit_every_n_steps: int,
-        persist_dir: str | Path | None,
-        persist_every_n_commits: int,
+        options: Options,
         gate_in_optimizers: bool,
     ) -> None:
-        for name, value, choices in (
-            ("mode", mode, ("lag1", "rpo0")),
-            ("tracking", tracking, ("owner", "pages", "rows", "auto")),
-            ("transport", transport, ("auto", "local", "tcp", "rdma")),
-            ("on_standby_loss", on_standby_loss, ("degrade", "raise")),
-        ):
-            if value not in choices:
-                raise ValueError(f"{name} has to be one of {', '.join(choices)}, got {value!r}")
-        if audit_every_n_steps < 0:
-            raise ValueError(f"audit_every_n_steps has to be at least 0 (0: no audits), got {audit_every_n_steps}")
-        if persist_every_n_commits < 0 or (persist_every_n_commits > 0) != (persist_dir is not None):
-            raise ValueError(
-                "persist_dir and persist_every_n_commits (at least 1) go together, got "
-                f"persist_dir={persist_dir!r} and persist_every_n_commits={persist_every_n_commits}"
-            )
-        if transport == "rdma" and (lacks := rdma.lacks(None)) is not None:
+        if options.transport == "rdma" and (lacks := rdma.lacks(None)) is not None:
             raise StandbyError(f"transport='rdma' is not possible: {lacks}")
-        self._persist_dir = None if persist_dir is None else str(Path(persist_dir).absolute())
-        self._persist_every_n_commits = persist_every_n_commits
-        pages = _track_pages() if tracking == "pages" else None
+        self._options = options
+        self._persist_dir = None if options.persist_dir is None else str(Path(options.persist_dir).absolute())
         self.ledger = Ledger(
-            modules, optimizers, huge_pages=huge_pages, track_rows=tracking in ("rows", "auto"), pages=pages
+            modules,
+            optimizers,
+            huge_pages=options.huge_pages,
+            track_rows=options.tracking in ("rows", "auto"),
+            pages=_track_pages() if options.tracking == "pages" else None,
         )
-        self._audit_every_n_steps = audit_every_n_steps
         self._audited: int | None = None  # the last step that was
         self._expected: dict[int, int] | None = None  # checksums of the step in flight, if it is audited
         self.step: int | None = None
         self.stalled_s = 0.0
         self.on_sealed: list[Callable[[int, Publication], None]] = []
-        self._standby = standby
         self._identity = identity
-        self._mode = mode
-        self._transport = transport
-        self._on_standby_loss = on_standby_loss
-        self._timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else float(timeout)
-        self._num_streams = num_streams
         self._link: Link | None = None
         self._in_flight: int | None = None  # the step that the standby may be pulling
         self._ahead: dict[torch.optim.Optimizer, int] = {}  # the last order to read ahead what each has changed
@@ -130,7 +95,8 @@ class Publisher:
         self._committed_before: int | None = None
         self._reconnect: Reconnect | None = None
         self._closed = False
-        self._has_warned = False  # that the standby is lost, since the last step that it got
+        # Of which errors users were told, since the last step that the standby got.
+        self._warned_of: set[type[BaseException]] = set()
         self._gate_in_optimizers = gate_in_optimizers
         self._hooks: list[Any] = []
         self.use_optimizers(optimizers)
@@ -167,17 +133,19 @@ class Publisher:
             )
         on_disk = persist.steps(self._persist_dir, self._identity.job) if self._persist_dir is not None else []
         try:
-            link: Link = self._linked(take_over=True)
+            link = self._linked(take_over=True)
+            if link is None:
+                raise StandbyLostError("it was lost, and has not been found again yet")
             return resume_from(link, step, on_disk, self._load_from_disk, self.ledger.mesh)
         except NoStateError:
             if step is None:
                 return None
             raise
         except (OSError, StandbyLostError) as error:
-            if on_disk and step in (None, *on_disk) and self._on_standby_loss == "degrade":
+            if on_disk and step in (None, *on_disk) and self._options.on_standby_loss == "degrade":
                 self._lose(error)
                 return self._load_from_disk(step)
-            raise StandbyLostError(f"the standby at {self._standby} cannot be reached: {error}") from error
+            raise StandbyLostError(f"the standby at {self._options.standby} cannot be reached: {error}") from error
 
     def _load_from_disk(self, step: int | None) -> persist.State:
         i = self._identity
@@ -235,7 +203,7 @@ class Publisher:
         except (OSError, StandbyError) as error:
             self.step = step
             self._lose(error)
-        if self._mode == "rpo0":
+        if self._options.mode == "rpo0":
             self.gate()
 
     def gate(self, optimizer: torch.optim.Optimizer | None = None) -> bool:
@@ -282,9 +250,9 @@ class Publisher:
                 self.ledger.take_back(link.publication)
             else:
                 link.seal(step)
-                self._has_warned = False
+                self._warned_of.clear()
                 sealed = link.publication
-                if self._mode == "rpo0":
+                if self._options.mode == "rpo0":
                     self._timed(lambda: link.wait_committed(step))
         except FencedError:
             self._unlink()
@@ -372,7 +340,7 @@ class Publisher:
         link.check()
         while link.notices:
             notice = link.notices.pop(0)
-            if self._on_standby_loss == "raise":
+            if self._options.on_standby_loss == "raise":
                 raise StandbyError(notice)
             warnings.warn(f"{notice}; training goes on, a later state is tried", PersistWarning, stacklevel=4)
 
@@ -381,11 +349,11 @@ class Publisher:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         changed = self.ledger.mark_step(optimizer)
-        if self._mode == "rpo0" and self._link is not None and changed:
+        if self._options.mode == "rpo0" and self._link is not None and changed:
             self._ahead[optimizer] = self._link.pull_ahead(changed)
 
     def _is_audit_due(self, step: int) -> bool:
-        every = self._audit_every_n_steps
+        every = self._options.audit_every_n_steps
         if not every or (self._audited is not None and step - self._audited < every):
             return False
         self._audited = step
@@ -417,7 +385,7 @@ class Publisher:
         finally:
             self.stalled_s += time.perf_counter() - start
 
-    def _linked(self, *, take_over: bool) -> Any:
+    def _linked(self, *, take_over: bool) -> Link | None:
         """The link, claimed; None while there is none and training goes on without."""
         if self._link is not None:
             return self._link
@@ -428,14 +396,14 @@ class Publisher:
             if found is None:
                 return None
             link = found
-            logger.info("the standby at %s is back; the next commit brings it the whole state", self._standby)
+            logger.info("the standby at %s is back; the next commit brings it the whole state", self._options.standby)
         try:
             if take_over:
-                await_promotion(link, self._standby)
-            wanted = {"directory": self._persist_dir, "every_n_commits": self._persist_every_n_commits}
+                await_promotion(link, self._options.standby)
+            wanted = {"directory": self._persist_dir, "every_n_commits": self._options.persist_every_n_commits}
             link.claim(
                 take_over=take_over,
-                num_streams=self._num_streams,
+                num_streams=self._options.num_streams,
                 find=self.ledger.entry,
                 persist=None if self._persist_dir is None else wanted,
             )
@@ -448,19 +416,25 @@ class Publisher:
         return link
 
     def _open(self) -> Link:
-        return open_link(self._standby, self._identity, transport=self._transport, timeout_s=self._timeout_s)
+        return open_link(
+            self._options.standby,
+            self._identity,
+            transport=self._options.transport,
+            timeout_s=self._options.timeout_s,
+        )
 
     def _lose(self, error: Exception) -> None:
         """No standby any more: raises, or goes on and looks for it in the background."""
         self._unlink()
         message = (
-            f"rank {self._identity.rank} of job {self._identity.job!r} has lost its standby at {self._standby} at step "
-            f"{self.step}: {error or type(error).__name__}"
+            f"rank {self._identity.rank} of job {self._identity.job!r} has lost its standby at "
+            f"{self._options.standby} at step {self.step}: {error or type(error).__name__}"
         )
-        if self._on_standby_loss == "raise":
+        if self._options.on_standby_loss == "raise":
             raise StandbyLostError(message) from error
-        if not self._has_warned:
-            self._has_warned = True
+        reason = type(error.__cause__ or error)
+        if reason not in self._warned_of:
+            self._warned_of.add(reason)
             warnings.warn(
                 f"{message}; training goes on without, and catches up when it is back", StandbyLostWarning, stacklevel=4
             )

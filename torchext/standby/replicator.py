@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torchext.standby import rng
 from torchext.standby.errors import StateMismatchError
 from torchext.standby.link import Identity
-from torchext.standby.publisher import Mode, OnStandbyLoss, Publisher, Tracking, Transport
+from torchext.standby.options import Mode, OnStandbyLoss, Options, Tracking, Transport, check_count
+from torchext.standby.publisher import Publisher
 from torchext.standby.tree import later_states
 
 
@@ -116,6 +117,7 @@ class Replicator:
 
     Raises:
         ImportError: The native core is missing; the message says how to get it.
+        ValueError: An argument cannot be; the message names it.
 
     Source: "Phantasy: Low-Latency Virtualization-based Fault Tolerance via Asynchronous Prefetching" (IEEE Transactions
     on Computers). There pages of a virtual machine are pulled; here tensors, which the optimizers say to have changed.
@@ -142,21 +144,8 @@ class Replicator:
         persist_dir: str | Path | None = None,
         persist_every_n_commits: int = 0,
     ) -> None:
-        self._models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
-        self._optimizers = _optimizers(optimizer)
-        self._extra = dict(extra or {})
-        is_distributed = dist.is_available() and dist.is_initialized()
-        if rank is None:
-            rank = dist.get_rank() if is_distributed else int(os.environ.get("RANK", "0"))
-        if world_size is None:
-            world_size = dist.get_world_size() if is_distributed else int(os.environ.get("WORLD_SIZE", "1"))
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank has to be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
-        self._publisher = Publisher(
-            self._models,
-            self._optimizers,
+        options = Options(
             standby=standby,
-            identity=Identity.of_this_process(job or default_job(), rank, world_size),
             mode=mode,
             tracking=tracking,
             transport=transport,
@@ -167,6 +156,23 @@ class Replicator:
             audit_every_n_steps=audit_every_n_steps,
             persist_dir=persist_dir,
             persist_every_n_commits=persist_every_n_commits,
+        )
+        self._models = {"model": model} if isinstance(model, torch.nn.Module) else dict(model)
+        self._optimizers = _optimizers(optimizer)
+        self._extra = dict(extra or {})
+        is_distributed = dist.is_available() and dist.is_initialized()
+        if rank is None:
+            rank = dist.get_rank() if is_distributed else int(os.environ.get("RANK", "0"))
+        if world_size is None:
+            world_size = dist.get_world_size() if is_distributed else int(os.environ.get("WORLD_SIZE", "1"))
+        world_size, rank = check_count("world_size", world_size, at_least=1), check_count("rank", rank, at_least=0)
+        if rank >= world_size:
+            raise ValueError(f"rank has to be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
+        self._publisher = Publisher(
+            self._models,
+            self._optimizers,
+            identity=Identity.of_this_process(job or default_job(), rank, world_size),
+            options=options,
             gate_in_optimizers=True,
         )
 
@@ -200,16 +206,17 @@ class Replicator:
         Waits for the standby only where the commit before is still being pulled, or in mode ``"rpo0"``.
 
         Args:
-            step: Number of the step that is done; grows from commit to commit.
+            step: Number of the step that is done, at least 0; grows from commit to commit.
             state: Whatever else `restore` shall give back, such as a position in the data. Pickled.
 
         Raises:
             FencedError: Another process has taken over this job: stop.
             StandbyLostError: The standby is lost and ``on_standby_loss="raise"``.
+            ValueError: The step cannot be.
         """
         later = self._publisher.ledger.later
         self._publisher.publish(
-            step,
+            check_count("step", step, at_least=0),
             lambda: {
                 "models": {name: later(model.state_dict()) for name, model in self._models.items()},
                 "optimizers": [later_states(optimizer.state_dict()) for optimizer in self._optimizers],
