@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,12 +28,17 @@ class Rows:
 
     def ranges(self, entry_bytes: int) -> tuple[Int64Array, Int64Array]:
         """Offsets and sizes in bytes, neighbours joined: each (num_ranges,)."""
+        offsets, sizes = self._runs
+        return offsets, np.minimum(sizes, entry_bytes - offsets)
+
+    @functools.cached_property
+    def _runs(self) -> tuple[Int64Array, Int64Array]:
+        """The ranges of an entry that has no end."""
         if not len(self.indices):
             return self.indices, self.indices
         starts = np.flatnonzero(np.diff(self.indices, prepend=self.indices[0] - 2) != 1)
         counts = np.diff(starts, append=len(self.indices))
-        offsets = self.indices[starts] * self.row_bytes
-        return offsets, np.minimum(counts * self.row_bytes, entry_bytes - offsets)
+        return self.indices[starts] * self.row_bytes, counts * self.row_bytes
 
     def size_bytes(self, entry_bytes: int) -> int:
         """How many bytes of the entry these are."""
@@ -108,8 +114,9 @@ class Changes:
         for group in words["rows"]:
             indices = np.frombuffer(data[at : at + group["bytes"]], dtype=np.uint32).astype(np.int64)
             at += group["bytes"]
+            rows = Rows(group["row_bytes"], indices)
             for entry in group["entries"]:
-                changes.rows.setdefault(entry, []).append(Rows(group["row_bytes"], indices))
+                changes.rows.setdefault(entry, []).append(rows)
         return changes
 
 

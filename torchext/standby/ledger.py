@@ -139,8 +139,9 @@ class Ledger:
                 entries = known.get(id(parameter), ())
                 if rows_only and grad.layout == torch.sparse_coo and grad.sparse_dim() == 1:
                     indices = np.unique(grad._indices()[0].numpy())
+                    rows = Rows(parameter.nbytes // len(parameter), indices)  # of the moments too
                     for entry in entries:
-                        self._mark_rows(entry, parameter, indices)
+                        self._mark_rows(entry, parameter, rows)
                 else:
                     self._pending.add_whole(entry.number for entry in entries)
                     whole += [entry.number for entry in entries if entry.number in self._known]
@@ -150,12 +151,13 @@ class Ledger:
         self._ahead.update(whole)
         return whole
 
-    def _mark_rows(self, entry: Entry, parameter: torch.Tensor, indices: Any) -> None:
+    def _mark_rows(self, entry: Entry, parameter: torch.Tensor, rows: Rows) -> None:
         assert entry.tensor is not None
         self._ahead.discard(entry.number)
         if entry.tensor.shape == parameter.shape and entry.tensor.is_contiguous():
-            row_bytes = entry.slot.size_bytes // parameter.shape[0]
-            self._pending.add_rows(entry.number, Rows(row_bytes, indices), entry.slot.size_bytes)
+            if entry.slot.size_bytes != parameter.nbytes:  # of another type
+                rows = Rows(entry.slot.size_bytes // len(parameter), rows.indices)
+            self._pending.add_rows(entry.number, rows, entry.slot.size_bytes)
         else:
             self._pending.add_whole([entry.number])
 
