@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -244,8 +242,3 @@ def test_a_job_goes_on_from_the_disk_when_the_standby_has_lost_all(daemon: Daemo
     resumed = fit(daemon.address, "shuffled", path=f"phantasy://{daemon.address}/auto", callback=options)
     assert min(resumed.losses) == 9
     _assert_goes_on(reference, resumed)
-
-
-def test_naming_the_package_does_not_import_lightning() -> None:
-    program = "import sys, torchext.callbacks; print('lightning' in sys.modules)"
-    assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"

@@ -10,7 +10,6 @@ import resource
 import signal
 import socket
 import struct
-import subprocess
 import threading
 import warnings
 from collections.abc import Iterator
@@ -340,19 +339,13 @@ def test_a_process_that_dies_while_it_copies_the_state_holds_no_lock(daemon: Dae
         assert found.step == 0
 
 
-def test_a_wrong_token_is_refused(daemon: Daemon, monkeypatch: Any) -> None:
-    script = "from torchext.standby.link import status; import sys; status(sys.argv[1])"
-    done = subprocess.run(
-        [__import__("sys").executable, "-c", script, daemon.address],
-        env={**os.environ, "TORCHEXT_STANDBY_TOKEN": "another"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert (
-        "the other end has another token than this one; give both sides the same TORCHEXT_STANDBY_TOKEN" in done.stderr
-    )
+def test_a_wrong_token_is_refused(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = threading.current_thread()
+    message = "the other end has another token than this one; give both sides the same TORCHEXT_STANDBY_TOKEN"
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "_secret", lambda _: "one" if threading.current_thread() is client else "another")
+        with pytest.raises(StandbyError, match=message):
+            status(daemon.address)
     assert status(daemon.address)["jobs"] == {}
 
 

@@ -76,9 +76,9 @@ def test_both_go_on_from_the_step_that_both_have(standby: Any, mode: str) -> Non
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_killed_at_random_points_end_as_if_undisturbed(standby: Any, tmp_path: Path, kind: str) -> None:
+def test_ranks_killed_at_random_points_end_as_if_undisturbed(running: str, tmp_path: Path, kind: str) -> None:
     """pytorch/pytorch#136336, Lightning-AI/pytorch-lightning#18853, #17702: shards of FSDP2."""
-    run_ranks(be_killed, 1, str(tmp_path), train, kind, "lag1", standby[1], 2, 0, deadline_s=240)
+    run_ranks(be_killed, 1, str(tmp_path), train, kind, "lag1", running, 2, 0, deadline_s=240)
 
 
 def _shard_and_restore(rank: Rank, address: str) -> None:
@@ -98,8 +98,8 @@ def _shard_and_restore(rank: Rank, address: str) -> None:
         replicator.restore()
 
 
-def test_shards_need_the_mesh_that_they_are_of(standby: Any) -> None:
-    run_ranks(_shard_and_restore, 1, standby[1], backend="gloo", deadline_s=90)
+def test_shards_need_the_mesh_that_they_are_of(running: str) -> None:
+    run_ranks(_shard_and_restore, 1, running, backend="gloo", deadline_s=90)
 
 
 @pytest.mark.timeout(300)
@@ -107,9 +107,9 @@ def test_shards_need_the_mesh_that_they_are_of(standby: Any) -> None:
     "launcher",
     [pytest.param(TORCHEXT, id="torchext run"), pytest.param(TORCHRUN, id="torchrun", marks=pytest.mark.slow)],
 )
-def test_workers_that_a_launcher_restarts_find_the_standby(standby: Any, tmp_path: Path, launcher: Any) -> None:
+def test_workers_that_a_launcher_restarts_find_the_standby(running: str, tmp_path: Path, launcher: Any) -> None:
     script = str(Path(__file__).with_name("launched.py"))
-    words = [*launcher, "--standalone", "--nproc-per-node=2", "--max-restarts=1", script, str(tmp_path), standby[1]]
+    words = [*launcher, "--standalone", "--nproc-per-node=2", "--max-restarts=1", script, str(tmp_path), running]
     with Program(words, environment=ENVIRONMENT) as program:
         assert program.wait(200) == 0, program.output
     assert (tmp_path / "died").exists()
@@ -124,5 +124,5 @@ def test_workers_that_a_launcher_restarts_find_the_standby(standby: Any, tmp_pat
 @pytest.mark.slow  # a hundred of each: python -m tests.standby.sharded
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_killed_at_random_points_do_nothing_again_in_rpo0(standby: Any, tmp_path: Path, kind: str) -> None:
-    run_ranks(be_killed, 1, str(tmp_path), train, kind, "rpo0", standby[1], 5, 1, deadline_s=240)
+def test_ranks_killed_at_random_points_do_nothing_again_in_rpo0(running: str, tmp_path: Path, kind: str) -> None:
+    run_ranks(be_killed, 1, str(tmp_path), train, kind, "rpo0", running, 5, 1, deadline_s=240)

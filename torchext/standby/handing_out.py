@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # together less than the 30 s after which the training process gives up its standby.
 _READER_TIMEOUT_S = 10.0
 _CHUNK_BYTES = 1 << 20
-_COPY_TIMEOUT_S = 30.0
+_SLOWEST_COPY_BYTES_S = 50e6  # what copies more slowly than that out of this process's memory has stopped
 
 
 def hand_out(
@@ -75,7 +75,8 @@ def hand_out(
                 _send_whole(sock, rank, image, job.world_size)
                 return
             wire.send(sock, {**image.header(job.world_size), "places": image.places()}, image.tree)
-        sock.settimeout(_COPY_TIMEOUT_S)
+        size_bytes = sum(held.slot.size_bytes for held in image.entries.values())
+        sock.settimeout(_READER_TIMEOUT_S + size_bytes / _SLOWEST_COPY_BYTES_S)
         wire.receive(sock)  # says only that it has
 
 
