@@ -6,125 +6,41 @@ Each contender trains a model of its own and saves after each step. The workload
 default, fused AdamW, 208 MB of state), "LoRA" (the same, frozen, with adapters of rank 16 that are trained) and
 "sparse" (an embedding of 262,144 rows of 64, SparseAdam, 4,096 random rows in each step, 201 MB). A round gives every
 contender some steps. Reported, as medians over all steps: how long a step took, also against "nothing" in the same
-rounds, and for how long saving held up the training (within the call, and at the gate before the optimizer's step).
+rounds, and for how long saving held up the training (within the call, and at the gate before the optimizer's step); in
+brackets the 10th percentiles, as a busy machine only ever makes a step longer.
 For standbys, the CPU time that their process took for each step, and what they read of the state in each step, also
 against the bytes that the step changed. Training uses one thread, as the standby's share of a machine is to be seen
 apart; --threads gives it more. "In backward" means that each parameter has an optimizer of its own, which steps as soon
-as the gradient is there. Files go to a temporary folder.
+as the gradient is there. "Only copied" is no standby, but what any standby on the same host costs at least: another
+process copies what the step changed, in one memmove for each tensor, and does nothing else: no messages but a byte, no
+checksums, no commits. "Tracked" has the kernel say which pages were written; "huge pages" need some of 2 MiB reserved
+(sysctl vm.nr_hugepages=500), else they are left out by default. Files go to a temporary folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import secrets
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from standby_workloads import WORKLOADS, Dense
 
 import torchext
 from torchext.standby import Replicator
 from torchext.standby.link import status
-
-
-def transformer(width: int, layers: int) -> torch.nn.Module:
-    layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
-    return torch.nn.Sequential(
-        torch.nn.Embedding(2000, width),
-        torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
-        torch.nn.Linear(width, 1000),
-    )
-
-
-class WithAdapter(torch.nn.Module):
-    """A frozen layer with a product of two thin matrices added."""
-
-    def __init__(self, frozen: torch.nn.Linear, rank: int) -> None:
-        super().__init__()
-        self.frozen = frozen
-        self.down = torch.nn.Linear(frozen.in_features, rank, bias=False)
-        self.up = torch.nn.Linear(rank, frozen.out_features, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.frozen(x) + self.up(self.down(x))
-
-
-class Dense:
-    """A transformer: all of its state changes in each step."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.model = self.make(options)
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, fused=True)
-        self.tokens = torch.randint(0, 2000, (options.batch, 64))
-        self.optimizers = [self.optimizer]
-        self.changed_bytes = 3 * sum(parameter.nbytes for parameter in trained)  # with two moments each
-
-    def make(self, options: argparse.Namespace) -> torch.nn.Module:
-        return transformer(options.width, options.layers)
-
-    def step_in_backward(self) -> None:
-        """From now on each parameter is updated as soon as its gradient is there, by an optimizer of its own."""
-        own = {p: torch.optim.AdamW([p], fused=True) for group in self.optimizer.param_groups for p in group["params"]}
-
-        def update(parameter: torch.Tensor) -> None:
-            own[parameter].step()
-            own[parameter].zero_grad()
-
-        for parameter in own:
-            parameter.register_post_accumulate_grad_hook(update)
-        self.optimizers = list(own.values())
-
-    def train(self) -> None:
-        self.optimizer.zero_grad()
-        self.model(self.tokens).square().mean().backward()
-        if self.optimizers == [self.optimizer]:
-            self.optimizer.step()
-
-
-class Adapted(Dense):
-    """Of a frozen transformer, adapters of the feed-forward layers and the last layer are trained."""
-
-    def make(self, options: argparse.Namespace) -> torch.nn.Module:
-        model = transformer(options.width, options.layers).requires_grad_(False)
-        for layer in model[1].layers:
-            layer.linear1, layer.linear2 = WithAdapter(layer.linear1, 16), WithAdapter(layer.linear2, 16)
-        return model
-
-
-class Sparse:
-    """An embedding of which each step changes few rows."""
-
-    ROWS, WIDTH, PER_STEP = 262_144, 64, 4096
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.model: torch.nn.Module = torch.nn.Embedding(self.ROWS, self.WIDTH, sparse=True)
-        self.optimizer: torch.optim.Optimizer = torch.optim.SparseAdam(self.model.parameters())
-        self.optimizers = [self.optimizer]
-        self.generator = torch.Generator().manual_seed(0)
-        self.changed_bytes = 0
-
-    def train(self) -> None:
-        ids = torch.randint(0, self.ROWS, (self.PER_STEP,), generator=self.generator)
-        self.changed_bytes = 3 * 4 * self.WIDTH * len(ids.unique())
-        self.optimizer.zero_grad()
-        self.model(ids).square().sum().backward()
-        self.optimizer.step()
-
-
-WORKLOADS: dict[str, Callable[[argparse.Namespace], Dense | Sparse]] = {
-    "transformer": Dense,
-    "LoRA": Adapted,
-    "sparse": Sparse,
-}
 
 
 class Contender:
@@ -259,11 +175,108 @@ class ForkCopyOnWrite(Contender):
             self.child = 0
 
 
+def cpu_s_of(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class OnlyCopied(Contender):
+    """A child copies the parameters and moments of whatever parameters it is told; the optimizer waits for it."""
+
+    is_waited_for_at_once = False
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        super().__init__(options, folder)
+        self.child, self.num_copying, self.waited_s = 0, 0, 0.0
+        orders, self.orders = os.pipe()
+        self.answers, answers = os.pipe()
+        self.ends_of_child = orders, answers
+        for optimizer in self.workload.optimizers:
+            optimizer.register_step_pre_hook(lambda *_: self.wait())
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [p for optimizer in self.workload.optimizers for g in optimizer.param_groups for p in g["params"]]
+
+    def start_child(self) -> None:
+        """Once there are moments."""
+        tensors = []
+        for optimizer in self.workload.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    moments = [each for each in optimizer.state[parameter].values() if each.ndim]
+                    tensors.append([each.detach().share_memory_() for each in (parameter, *moments)])
+        self.child = os.fork()
+        if self.child:
+            return
+        for each in map(int, os.listdir("/proc/self/fd")):  # also of the pipes of others like this one
+            if each > 2 and each not in self.ends_of_child:
+                with contextlib.suppress(OSError):  # that of the listing
+                    os.close(each)
+        copies = [[ctypes.create_string_buffer(each.nbytes) for each in several] for several in tensors]
+        while order := os.read(self.ends_of_child[0], 4):
+            (i,) = struct.unpack("<I", order)
+            for target, source in zip(copies[i], tensors[i], strict=True):
+                ctypes.memmove(target, source.data_ptr(), source.nbytes)
+            os.write(self.ends_of_child[1], b".")
+        os._exit(0)
+
+    def copy(self, *numbers: int) -> None:
+        if self.child:
+            os.write(self.orders, struct.pack(f"<{len(numbers)}I", *numbers))
+            self.num_copying += len(numbers)
+
+    def wait(self) -> None:
+        start = time.perf_counter()
+        while self.num_copying:
+            self.num_copying -= len(os.read(self.answers, self.num_copying))
+        self.waited_s += time.perf_counter() - start
+
+    def save(self, step: int) -> float:
+        if self.child == 0:
+            self.start_child()
+        start = time.perf_counter()
+        before, self.waited_s = self.waited_s, 0.0
+        self.order()
+        call_s = time.perf_counter() - start
+        if self.is_waited_for_at_once:
+            self.wait()
+        else:
+            self.waited_s = 0.0
+        return before + call_s + self.waited_s
+
+    def order(self) -> None:
+        self.copy(*range(len(self.parameters())))
+
+    def cpu_s(self) -> float:
+        return cpu_s_of(self.child)
+
+    def close(self) -> None:
+        for end in (self.orders, self.answers, *self.ends_of_child):
+            os.close(end)
+        os.waitpid(self.child, 0)
+
+
+class OnlyCopiedAtOnce(OnlyCopied):
+    is_waited_for_at_once = True
+
+
+class OnlyCopiedInBackward(OnlyCopiedAtOnce):
+    in_backward = True
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        super().__init__(options, folder)
+        for i, optimizer in enumerate(self.workload.optimizers):
+            optimizer.register_step_post_hook(lambda *_, i=i: self.copy(i))  # type: ignore[misc]
+
+    def order(self) -> None:
+        pass
+
+
 class Standby(Contender):
     """`Replicator` with a standby process of its own."""
 
     mode: Any = "lag1"
-    transport: Any = "local"
+    how: ClassVar[dict[str, Any]] = {"transport": "local"}
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         super().__init__(options, folder)
@@ -277,8 +290,8 @@ class Standby(Contender):
             standby=self.address,
             job="benchmark",
             mode=self.mode,
-            transport=self.transport,
             on_standby_loss="raise",
+            **self.how,
         )
         self.stalled_s = 0.0
         self.pulled = 0
@@ -307,8 +320,7 @@ class Standby(Contender):
         return statistics.median(pull for pull, _ in pulls), statistics.median(p / max(1, c) for p, c in pulls)
 
     def cpu_s(self) -> float:
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_s_of(self.process.pid)
 
     def close(self) -> None:
         self.replicator.close()
@@ -330,7 +342,21 @@ class StandbyRpo0InBackward(StandbyRpo0):
 
 
 class StandbyTcp(Standby):
-    transport = "tcp"
+    how: ClassVar[dict[str, Any]] = {"transport": "tcp"}
+
+
+class StandbyPages(Standby):
+    """The kernel says which pages were written."""
+
+    how: ClassVar[dict[str, Any]] = {"tracking": "pages", "huge_pages": False}
+
+
+class StandbyHuge(Standby):
+    how: ClassVar[dict[str, Any]] = {"huge_pages": True}
+
+
+class StandbyHugePages(Standby):
+    how: ClassVar[dict[str, Any]] = {"tracking": "pages", "huge_pages": True}
 
 
 CONTENDERS: dict[str, Callable[[argparse.Namespace, Path], Contender]] = {
@@ -340,6 +366,12 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace, Path], Contender]] = {
     "nothing, in backward": NothingInBackward,
     "standby, rpo0, in backward": StandbyRpo0InBackward,
     "standby, TCP": StandbyTcp,
+    "standby, pages tracked": StandbyPages,
+    "standby, huge pages": StandbyHuge,
+    "standby, huge pages tracked": StandbyHugePages,
+    "only copied": OnlyCopied,
+    "only copied, at once": OnlyCopiedAtOnce,
+    "only copied, in backward": OnlyCopiedInBackward,
     "torch.save": TorchSave,
     "TorchCheckpointIO": LightningIO,
     "AsyncCheckpointIO": AsyncLightningIO,
@@ -349,12 +381,17 @@ CONTENDERS: dict[str, Callable[[argparse.Namespace, Path], Contender]] = {
 }
 
 
+def p10(times_s: list[float]) -> float:
+    return sorted(times_s)[len(times_s) // 10]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="transformer", choices=list(WORKLOADS))
     parser.add_argument("--threads", type=int, default=1, help="of each training")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=3, help="of each contender in a round")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no round after so long")
     parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), help="default: all")
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=5)
@@ -362,8 +399,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures there")
     options = parser.parse_args()
     if options.contenders is None:
-        can_step_in_backward = options.workload != "sparse"
-        options.contenders = [name for name in CONTENDERS if can_step_in_backward or "in backward" not in name]
+        left_out = [] if options.workload != "sparse" else ["in backward", "only copied"]
+        if int(Path("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages").read_text()) < 400:
+            left_out.append("huge pages")
+        options.contenders = [name for name in CONTENDERS if not any(word in name for word in left_out)]
     os.environ.setdefault("TORCHEXT_STANDBY_TOKEN", secrets.token_hex(16))
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as root:
@@ -378,7 +417,10 @@ def main() -> None:
             contender.step_s.clear()
             contender.held_up_s.clear()
         cpu_before = {name: contender.cpu_s() for name, contender in running.items()}
+        end = time.monotonic() + options.seconds
         for _ in range(options.rounds):
+            if time.monotonic() > end:
+                break
             for contender in running.values():
                 for _ in range(options.steps):
                     contender.step()
@@ -389,18 +431,22 @@ def main() -> None:
     size = sum(p.numel() for p in first.model.parameters())
     changed = first.workload.changed_bytes
     base = statistics.median(running["nothing"].step_s) if "nothing" in running else float("nan")
+    base_p10 = p10(running["nothing"].step_s) if "nothing" in running else float("nan")
     print(f"{options.workload}: {size / 1e6:.1f} M parameters, {changed / 1e6:.1f} MB of state change in a step")
     rows = []
     for name, contender in running.items():
         step_s, held_up_s = statistics.median(contender.step_s), statistics.median(contender.held_up_s)
+        step_p10_s, held_up_p10_s = p10(contender.step_s), p10(contender.held_up_s)
         before, after = cpu_before[name], cpu_after[name]
         cpu = None if before is None or after is None else (after - before) / len(contender.step_s)
         rows.append(
             {
                 "contender": name,
                 "step_s": step_s,
+                "step_p10_s": step_p10_s,
                 "slowest_step_s": max(contender.step_s),
                 "held_up_s": held_up_s,
+                "held_up_p10_s": held_up_p10_s,
                 "standby_cpu_s": cpu,
                 "bytes_per_step": None if (pulled := contender.bytes_per_change()) is None else pulled[0],
                 "bytes_per_changed_byte": None if pulled is None else pulled[1],
@@ -410,8 +456,10 @@ def main() -> None:
         if pulled is not None:
             words += f", {pulled[0] / 1e6:.2f} MB ({pulled[1]:.3f}x of what changed)"
         print(
-            f"{name:<26} step {1e3 * step_s:8.1f} ms ({100 * (step_s / base - 1):+6.1f} %)  held up "
-            f"{1e3 * held_up_s:8.2f} ms ({100 * held_up_s / base:6.2f} % of a step){words}"
+            f"{name:<26} step {1e3 * step_s:6.1f} ms {100 * (step_s / base - 1):+6.1f} % "
+            f"[{1e3 * step_p10_s:.1f} ms {100 * (step_p10_s / base_p10 - 1):+.1f} %]  "
+            f"held up {1e3 * held_up_s:7.2f} ms {100 * held_up_s / base:6.2f} % of a step "
+            f"[{1e3 * held_up_p10_s:.2f} ms]{words}"
         )
     if options.json:
         versions = {"torchext": torchext.__version__, "torch": torch.__version__, "threads": torch.get_num_threads()}

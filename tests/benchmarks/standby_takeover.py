@@ -30,20 +30,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from standby_workloads import transformer
 
 from torchext.standby import Replicator
 from torchext.standby.link import status
 
 WARM_UP = 4  # steps before the loss
-
-
-def transformer(width: int, layers: int) -> torch.nn.Module:
-    layer = torch.nn.TransformerEncoderLayer(width, 8, 4 * width, dropout=0.0, batch_first=True)
-    return torch.nn.Sequential(
-        torch.nn.Embedding(2000, width),
-        torch.nn.TransformerEncoder(layer, layers, enable_nested_tensor=False),
-        torch.nn.Linear(width, 1000),
-    )
 
 
 def train(address: str, log: str, transport: Any, width: int, layers: int) -> None:

@@ -42,7 +42,7 @@ def test_channels_reports_each_contender() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="torchext.standby needs Linux")
 def test_standby_reports_each_contender(tmp_path: Path) -> None:
     pytest.importorskip("torchext._native", reason="the native core was not built")
-    names = ["nothing", "standby", "standby, rpo0", "torch.save", "fork, copy on write"]
+    names = ["nothing", "standby", "standby, rpo0", "only copied", "torch.save", "fork, copy on write"]
     small = ("--rounds", "2", "--steps", "1", "--width", "64", "--layers", "1", "--json", tmp_path / "out.json")
     printed = _run(HERE / "standby.py", *small, "--contenders", *names)
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
