@@ -447,7 +447,7 @@ def test_random_bytes_do_no_harm(daemon: Daemon) -> None:
     hello = _message(json.dumps({"purpose": wire._PURPOSE, "nonce": "a", "words": {}}).encode())
     words = [*map(_message, texts), *(hello + _message(proof) for proof in proofs)]
     host, port = daemon.address.rsplit(":", 1)
-    for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"TXS2" + b"\xff" * 40, os.urandom(100), b"", *words):
+    for data in (b"GET / HTTP/1.1\r\n\r\n" * 3, b"TXS3" + b"\xff" * 40, os.urandom(100), b"", *words):
         # It may hang up before it has read all.
         with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=10) as sock:
             sock.sendall(data)

@@ -15,7 +15,7 @@ from torchext.standby.errors import CorruptStateError, StandbyError
 from torchext.transport import receive_exactly
 
 _HEADER = struct.Struct("<4sIQI")  # magic, bytes of JSON, bytes of data, CRC-32 of both
-_MAGIC = b"TXS2"  # changes with the protocol
+_MAGIC = b"TXS3"  # changes with the protocol
 _MAX_BYTES = 1 << 32
 _PURPOSE = f"torchext standby, {_MAGIC.decode()}"
 _DEAD_AFTER_S = 20.0  # a host that does not answer
