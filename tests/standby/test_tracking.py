@@ -81,7 +81,8 @@ def test_pages_bring_every_change_and_little_else(daemon: Daemon, transport: Any
     model = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.Linear(512, 512))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model[1].parameters())
-    with _replicator(daemon, model, optimizer, tracking="pages", transport=transport) as replicator:
+    options: dict[str, Any] = {"tracking": "pages", "huge_pages": False, "transport": transport}
+    with _replicator(daemon, model, optimizer, **options) as replicator:
 
         def train(i: int) -> int:
             before = replicator.stats["bytes_pulled"]
@@ -134,7 +135,8 @@ def test_pages_see_a_change_between_commit_and_step_that_versions_do_not(
     daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, optimizer = build()
-    with Replicator(model, optimizer, standby=daemon.address, job="job", tracking="pages") as replicator:
+    options: dict[str, Any] = {"tracking": "pages", "huge_pages": False}  # a huge page may hold several tensors
+    with Replicator(model, optimizer, standby=daemon.address, job="job", **options) as replicator:
         step(model, optimizer)
         replicator.commit(0)
         model.layers[0].weight.data.mul_(2.0)
