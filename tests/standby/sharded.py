@@ -185,7 +185,12 @@ def _assert_as_one(calm: Group, rough: Group, allowed: int) -> None:
         for line in log:
             if "step" in line:
                 assert line["loss"] == losses[line["step"]], (rank, line)
-        assert log[-1]["weights"] == expected[-1]["weights"]
+        final = [expected[-1]["weights"]]
+        if _runs(log)[-1][1] is None:
+            # Nothing was left to do. Lightning makes DDP once it has loaded the state, and DDP gives all ranks the
+            # buffers of rank 0, as it does before each step; an undisturbed rank ends with those of its own last step.
+            final.append(calm.log(0)[-1]["weights"])
+        assert log[-1]["weights"] in final
     # A step is done once both ranks have done it.
     done = -1
     for (start, end), (other_start, other_end) in zip(*map(_runs, logs), strict=True):
