@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from tests.channels.processes import DEADLINE_S, die, ends, process
-from torchext.channels import Channel, ChannelClosed, ChannelError, ChannelTimeout, PeerDied, connect
+from torchext.channels import Channel, ChannelClosed, ChannelError, ChannelTimeout, PeerDied, Sender, connect
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -107,6 +107,22 @@ def test_forking_while_threads_use_the_channel() -> None:
         got = [message for message in channel if message != -1]
         assert sorted(got) == [*range(10), *range(1000, 1010)]
         assert ends(child) == 0
+
+
+def send_what_is_dropped(sender: Sender) -> None:
+    assert not sender.send(torch.zeros(1 << 16), timeout=DEADLINE_S)
+    sender.close()
+
+
+def test_a_fork_whose_messages_are_dropped_has_been_there_all_the_same() -> None:
+    with Channel(slots=1, policy="drop_newest", num_senders=2) as channel:
+        with channel.sender() as sender:
+            sender.send(1)
+            with process(send_what_is_dropped, sender) as child:
+                assert ends(child) == 0
+        assert channel.receive(DEADLINE_S) == 1
+        with pytest.raises(ChannelClosed, match="all senders have left"):
+            channel.receive(DEADLINE_S)
 
 
 # --- Deaths --------------------------------------------------------------------------------------------------------

@@ -84,6 +84,7 @@ public:
     // Whether a message would be turned away as things stand, so that it need not be copied first.
     Status would_refuse() {
         if (policy() != Policy::drop_newest && policy() != Policy::error) return Status::ok;
+        if (forked()) return Status::forked;  // it has to join first, or nobody would know of it
         Locked lock(*this);
         if (queued() < q().slots) return Status::ok;
         return turn_away();
