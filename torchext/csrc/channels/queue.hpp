@@ -125,7 +125,7 @@ public:
         bool wake = false;
         const auto status = wait(kSend, peer, deadline, sleeper, deaths, &Queue::seems_full, [&]() -> std::optional<Status> {
             if (const auto full = make_room(peer, wake); full != Status::ok) return full;
-            if (!any_free()) return std::nullopt;
+            if (!any_free()) return lack_room(wake);
             const auto i = take_free(peer, bytes);
             fill(i);
             append(i, header_bytes, version, wake);
@@ -148,11 +148,11 @@ public:
             if (q().open_slab != 0 && !same_header(q().open_slab - 1, header)) wake = seal_open() || wake;
             if (q().open_slab == 0) {
                 while (queued() + q().num_open >= q().slots) {
-                    if (waits(peer) || queued() == 0) return std::nullopt;
+                    if (waits(peer) || queued() == 0) return lack_room(wake);
                     if (policy() != Policy::drop_oldest) return turn_away();
                     drop_oldest();
                 }
-                if (!any_free()) return std::nullopt;
+                if (!any_free()) return lack_room(wake);
                 open_batch(header, data_bytes);
             }
             const auto i = q().open_slab - 1;
@@ -252,15 +252,17 @@ public:
         slab.state.store(static_cast<std::uint32_t>(SlabState::returned));  // seq_cst, see free_returned
         const auto before = returned_.exchange(i + 1, std::memory_order_relaxed);
         if (before == 0 && q().scarce.load() == 0) return;
-        bool wake = false;
+        bool wake = false, both = false;
         {
             Locked lock(*this);
-            wake = q().waiting[kSend] > q().num_free;  // who waits for slots, of which this is none, is woken by receive
-            if (q().waiting[kSend] == 0) q().scarce.store(0);
-            if (before != 0) free_returned(before - 1);
-            free_returned(i);
+            const auto waiting = q().waiting[kSend];
+            wake = waiting > q().num_free;  // who waits for slots, of which this is none, is woken by receive
+            if (waiting == 0) q().scarce.store(0);
+            both = before != 0 && free_returned(before - 1);
+            // Who has freed it meanwhile has left it to us to wake who lacks one.
+            if (!free_returned(i)) wake = waiting != 0;
         }
-        if (wake) wake_side(kSend, false);
+        if (wake) wake_side(kSend, both);
     }
 
     struct Depth {
@@ -294,11 +296,17 @@ private:
         wake = seal_open() || wake;
         if (q().holes != 0) wake = end_others({}) || wake;
         while (queued() + q().num_open >= q().slots) {
-            if (waits(peer) || queued() == 0) return std::nullopt;
+            if (waits(peer) || queued() == 0) return lack_room(wake);
             if (policy() != Policy::drop_oldest) return turn_away();
             drop_oldest();
         }
         return Status::ok;
+    }
+
+    // A sender that has to wait for receivers first wakes the one that takes what it has just queued of a batch.
+    std::optional<Status> lack_room(bool& wake) {
+        if (std::exchange(wake, false)) wake_side(kReceive, false);
+        return std::nullopt;
     }
 
     // Without the lock.

@@ -5,8 +5,9 @@
 // change by single stores, always last. The ring of queued slabs, the stack of free ones and all counts follow from them,
 // so that after a death in the critical section they are rebuilt; a message is queued or is not, but never half.
 //
-// A slab's life: free -> writing (one message) or open (rows) -> queued -> reading -> free. What is ready while a batch that
-// was begun before still lacks rows stays open until that is queued: else it would overtake messages of the same sender.
+// A slab's life: free -> writing (one message) or open (rows) -> queued -> reading -> returned -> free, each step with the
+// lock but for that to `returned`. What is ready while a batch that was begun before still lacks rows stays open until that
+// is queued: else it would overtake messages of the same sender.
 #pragma once
 
 #include <utility>
@@ -114,12 +115,13 @@ protected:
         free_[q().num_free++] = i;
     }
 
-    // A slab that a receiver has returned, unless somebody has freed it meanwhile.
-    void free_returned(std::uint32_t i) {
+    // Frees a slab that a receiver has returned; false if somebody has meanwhile.
+    bool free_returned(std::uint32_t i) {
         // seq_cst, with `scarce`: either we see it here, or who returns it sees that we lack one
-        if (slabs_[i].state.load() != static_cast<std::uint32_t>(SlabState::returned)) return;
+        if (slabs_[i].state.load() != static_cast<std::uint32_t>(SlabState::returned)) return false;
         --q().num_reading;
         put_back(i);
+        return true;
     }
     void free_all_returned() {
         for (std::uint32_t i = 0; i < q().num_slabs; ++i) free_returned(i);
