@@ -369,6 +369,12 @@ def test_where_slowdown_counts_it_is_lower() -> None:
     assert slowdowns[1]["p99"] < slowdowns[0]["p99"]
 
 
+@pytest.mark.parametrize("slowdown_s", [-1.0, math.inf, math.nan])
+def test_a_worth_of_slowdown_that_makes_no_sense_is_refused(slowdown_s: float) -> None:
+    with pytest.raises(ValueError, match="slowdown_s must be finite and not negative, got"):
+        _preemptive(slowdown_s=slowdown_s)
+
+
 class _ByType:
     """Old machines have a fifth of the speed."""
 

@@ -378,13 +378,18 @@ class PreemptiveDual(Dual):
     Args:
         agents: As for `Dual`.
         slowdown_s: Job-seconds that one unit of slowdown counts: more of it lets jobs that may be short stop others
-            more readily, for a lower slowdown and a longer mean completion time.
+            more readily, for a lower slowdown and a longer mean completion time. 0: only completion times count.
         options: As for `Dual`, but for `order_learned`.
+
+    Raises:
+        ValueError: `slowdown_s` is negative or not finite.
     """
 
     preemptive: ClassVar = True
 
     def __init__(self, agents: Agents, *, slowdown_s: float = 0.0, **options: Any) -> None:
+        if not 0 <= slowdown_s < math.inf:
+            raise ValueError(f"slowdown_s must be finite and not negative, got {slowdown_s}")
         super().__init__(agents, order_learned=False, **options)
         self.features = JobFeatures(self.preemptive, slowdown_s)
         self._whole: dict[str, float] = {}  # scores of the latest decision, of waiting and running jobs
