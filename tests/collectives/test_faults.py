@@ -317,26 +317,41 @@ def test_a_message_of_another_size_is_told_at_once() -> None:
     assert "16 bytes" in text
 
 
-def join_what_has_failed(rank: Rank) -> Any:
-    """Rank 0 gives up before the others make the call; rank 2 makes it when it has failed on both."""
+def join_what_has_failed(rank: Rank, heard: bool) -> Any:
+    """Rank 0 gives up before the others make the call; rank 2 makes it when it has failed on both.
+
+    Args:
+        rank: This one.
+        heard: Whether rank 2 has heard of both calls when it makes its own.
+    """
     init(rank)
+
+    def others_come() -> None:
+        with torchext.tag("others"):
+            dist.barrier()
+
     if rank.rank == 0:
         work = dist.all_reduce(torch.ones(3), async_op=True)
         result = error_of(lambda: work.wait(timedelta(seconds=0.05)))
     else:
         rank.store.wait([f"told {rank.rank - 1}"])
+        if heard and rank.rank == 2:
+            others_come()
         result = error_of(lambda: dist.all_reduce(torch.ones(3)))
     rank.store.set(f"told {rank.rank}", "")
-    x = torch.ones(3)
+    if heard and rank.rank != 2:
+        others_come()
+    x = torch.full((3,), 10.0)
     dist.all_reduce(x)  # the next under the same key is another
-    assert x[0] == 3
+    assert x[0] == 30
     return result
 
 
+@pytest.mark.parametrize("heard", [False, True])
 @pytest.mark.parametrize("engine", ["preemptive", "ordered"])
-def test_a_call_that_has_failed_on_others_fails_at_once(engine: str) -> None:
+def test_a_call_that_has_failed_on_others_fails_at_once(engine: str, heard: bool) -> None:
     env = {"TORCHEXT_DFCCL_ENGINE": engine}
-    first, *others = run_ranks(join_what_has_failed, 3, store="tcp", env=env)
+    first, *others = run_ranks(join_what_has_failed, 3, heard, store="tcp", env=env)
     assert first[0] is CollectiveTimeoutError
     assert first[2] == (1, 2)
     for kind, text, _culprits, seconds in others:

@@ -49,18 +49,18 @@ OpPtr Engine::issue_locked(const Request& request, bool will_wait) {
 void Engine::post(const OpPtr& op, bool will_wait) {
     for (int i = 1; i < op->n; ++i) send_join(*op, (op->me + i) % op->n);
     wake_touched();  // before anything else: it is what the peers wait for
-    auto& queue = keys_[op->key];
-    queue.posted.push_back(op);
-    if (!queue.arrived.empty()) {
-        // Once all have joined, `queue` is gone.
-        for (int m = 0; m < op->n && !op->done && !op->all_joined(); ++m) {
-            const auto found = queue.arrived.find(op->world_rank(m));
-            if (m == op->me || found == queue.arrived.end()) continue;
-            Unexpected call = std::move(found->second.front());
-            found->second.pop_front();
-            if (found->second.empty()) queue.arrived.erase(found);
-            join(op, m, call, call.payload.data());
-        }
+    keys_[op->key].posted.push_back(op);
+    // All who have come, even if the first of them fails it: else their calls would pair with the next of this rank.
+    for (int m = 0; m < op->n; ++m) {
+        const auto queue = keys_.find(op->key);
+        if (queue == keys_.end() || queue->second.arrived.empty()) break;
+        auto& arrived = queue->second.arrived;
+        const auto found = arrived.find(op->world_rank(m));
+        if (m == op->me || found == arrived.end()) continue;
+        Unexpected call = std::move(found->second.front());
+        found->second.pop_front();
+        if (found->second.empty()) arrived.erase(found);
+        join(op, m, call, call.payload.data());
     }
     for (int m = 0; m < op->n && !op->done; ++m) {
         const int p = op->world_rank(m);
