@@ -23,7 +23,7 @@ PROGRAMS = {
     "order_stress.cpp": ["order", "order_progress", "order_faults", "order_deadlock"],
 }
 SANITIZERS = ["thread", "address,undefined"]
-NUM_RANKS = [3, 4]
+NUM_RANKS = [2, 3, 4]
 DEADLINE_S = 600.0  # of each build and each run
 
 

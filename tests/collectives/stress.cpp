@@ -2,6 +2,7 @@
 // Arguments: ranks, programs. Ends with status 0 if all values are right. sanitize.py builds and runs it.
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -13,7 +14,9 @@ using namespace torchext::collectives;
 
 namespace {
 
-constexpr std::size_t kSizes[] = {1, 33, 5000, 200'000};
+// Between two ranks the third is the largest that goes through a ring, which soon is full of those.
+constexpr std::size_t kRingBytes = (64 << 10) + 8192;
+constexpr std::size_t kSizes[] = {1, 33, 4096, 5000, 200'000};
 
 struct Step {
     OpKind kind;
@@ -71,7 +74,9 @@ void run_rank(std::shared_ptr<Arena> arena, int rank, int world, int programs) {
         std::vector<Step> steps;
         for (std::size_t i = 0; i < 8; ++i) {
             constexpr OpKind kinds[] = {OpKind::all_reduce, OpKind::broadcast, OpKind::all_gather, OpKind::barrier};
-            steps.push_back({kinds[shared() % 4], kSizes[shared() % 4], static_cast<int>(shared() % static_cast<unsigned>(world))});
+            const OpKind kind = kinds[shared() % std::size(kinds)];
+            const std::size_t size = kSizes[shared() % std::size(kSizes)];
+            steps.push_back({kind, size, static_cast<int>(shared() % static_cast<unsigned>(world))});
         }
         std::vector<std::size_t> order(steps.size());
         std::iota(order.begin(), order.end(), 0);
@@ -143,12 +148,28 @@ void run_rank(std::shared_ptr<Arena> arena, int rank, int world, int programs) {
                 static_cast<unsigned long long>(stats.deadlocks));
 }
 
+// A writer that finds no room says so, and whoever makes room hears of it, once.
+void check_room(const Arena& arena) {
+    RingWriter out(arena.ring_control(0, 1), arena.ring_data(0, 1), arena.ring_bytes());
+    RingReader in(arena.ring_control(0, 1), arena.ring_data(0, 1), arena.ring_bytes());
+    constexpr std::size_t kRecord = 4096;
+    while (std::byte* room = out.reserve(kRecord)) {
+        new (room) RecordHeader{kRecord, static_cast<std::uint8_t>(RecordKind::data), {}};
+        out.publish();
+        if (in.room_wanted()) std::abort();
+    }
+    if (in.front() == nullptr) std::abort();
+    in.pop(kRecord);
+    if (!in.room_wanted() || in.room_wanted() || out.reserve(kRecord) == nullptr) std::abort();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-    const int world = argc > 1 ? std::atoi(argv[1]) : 3;  // three or more: two have one group in the circle
+    const int world = argc > 1 ? std::atoi(argv[1]) : 3;
     const int programs = argc > 2 ? std::atoi(argv[2]) : 100;
-    auto arena = Arena::create(world, 64 << 10, 16 << 20, 128 << 10, 1);
+    check_room(*Arena::create(2, kRingBytes, 16 << 20, 128 << 10, 1));
+    auto arena = Arena::create(world, kRingBytes, 16 << 20, 128 << 10, 1);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < world; ++rank) threads.emplace_back(run_rank, arena, rank, world, programs);
     for (auto& thread : threads) thread.join();

@@ -46,6 +46,7 @@ struct alignas(2 * kLine) RankCell {
 
 struct RingControl {
     alignas(kLine) std::atomic<std::uint64_t> tail;  // bytes ever written; by the sender
+    std::atomic<std::uint32_t> room_wanted;          // 1 once the sender has found no room, till the receiver takes note
     alignas(kLine) std::atomic<std::uint64_t> head;  // bytes ever read; by the receiver
 };
 

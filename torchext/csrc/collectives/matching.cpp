@@ -372,6 +372,7 @@ bool Engine::drain(int p) {
                 break;
         }
         peer.in.pop(bytes);
+        if (peer.in.room_wanted()) touched_.add(p);
     }
     return any;
 }

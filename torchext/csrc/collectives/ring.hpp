@@ -34,6 +34,11 @@ public:
         if (tail_ + pad + record - head_ > capacity_) {
             // acquire: the reader has finished with the bytes that are about to be overwritten
             head_ = control_->head.load(std::memory_order_acquire);
+        }
+        if (tail_ + pad + record - head_ > capacity_) {
+            // seq_cst, as in `pop` and `room_wanted`: this look sees what was popped, or the reader sees the wish (Dekker)
+            control_->room_wanted.store(1, std::memory_order_seq_cst);
+            head_ = control_->head.load(std::memory_order_seq_cst);
             if (tail_ + pad + record - head_ > capacity_) return nullptr;
         }
         if (pad != 0) {
@@ -78,8 +83,15 @@ public:
 
     void pop(std::size_t record) {
         head_ += record;
-        // release: the record has been read before the writer may overwrite it
-        control_->head.store(head_, std::memory_order_release);
+        // seq_cst: see RingWriter::reserve; and the record has been read before the writer may overwrite it
+        control_->head.store(head_, std::memory_order_seq_cst);
+    }
+
+    // Whether the writer has found no room since the last call: who pops then wakes it, lest it sleep beside the room.
+    bool room_wanted() {
+        // The exchange loses no wish that comes meanwhile, and shows all that the writer did before it.
+        return control_->room_wanted.load(std::memory_order_seq_cst) != 0 &&
+               control_->room_wanted.exchange(0, std::memory_order_seq_cst) != 0;
     }
 
 private:
