@@ -228,3 +228,29 @@ def test_a_heartbeat_of_no_time_is_refused(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         cli.main(["--heartbeat", "-1"])
     assert "--heartbeat has to be more than 0 s, got -1" in capsys.readouterr().err
+
+
+def test_the_next_worker_is_not_started_while_one_takes_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the cores that the takeover needs."""
+    promoter = Promoter(f"{sys.executable} -c 'import signal; signal.pause()'", "127.0.0.1:1")
+    is_held_back, wait = threading.Event(), promoter._settled.wait
+
+    def note_and_wait(timeout: float) -> bool:
+        is_held_back.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(promoter._settled, "wait", note_and_wait)
+    monkeypatch.setattr("torchext.standby.promote._TAKEOVER_S", 60.0)
+    promoter.start()
+    try:
+        until(lambda: promoter.warm_pid is not None)
+        promoter.has_promoted()
+        assert is_held_back.wait(60)
+        assert promoter.warm_pid is None
+        promoter.has_settled()
+        until(lambda: promoter.warm_pid is not None)
+    finally:
+        promoter.stop()
+        for promoted in promoter._promoted:
+            promoted.kill()
+            promoted.wait()

@@ -1,7 +1,8 @@
 """Warm workers: programs that are ready to train, and wait until their job has lost its training process.
 
 A standby that was started with ``--promote COMMAND`` keeps one such program running. It does all that a training does
-up to `Replicator.restore`, or to the loading of ``ckpt_path``, and waits there.
+up to `Replicator.restore`, or to the loading of ``ckpt_path``, and waits there. Once it has taken over and committed a
+step, the next one starts.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _VARIABLE = "TORCHEXT_STANDBY_WARM"  # the standby's address, in the environment
 _FIRST_PAUSE_S = 1.0  # before a worker that has ended is started again; twice as long each time
 _LONGEST_PAUSE_S = 30.0
 _GRACE_S = 5.0  # between SIGTERM and SIGKILL
+_TAKEOVER_S = 10.0  # the longest that a takeover keeps the next worker from being started
 
 
 def await_promotion(link: Link, address: str) -> None:
@@ -57,6 +59,7 @@ class Promoter:
         self._warm: subprocess.Popen[bytes] | None = None  # guarded by _lock
         self._promoted: list[subprocess.Popen[bytes]] = []  # guarded by _lock; waited for, and else left alone
         self._next = threading.Event()
+        self._settled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchext-standby-promote", daemon=True)
 
     def start(self) -> None:
@@ -71,6 +74,10 @@ class Promoter:
                 self._warm = None
         self._next.set()
 
+    def has_settled(self) -> None:
+        """What was promoted has done a step, or is gone: the next worker may start, which takes a core for seconds."""
+        self._settled.set()
+
     @property
     def warm_pid(self) -> int | None:
         """The process of the worker that waits, if there is one."""
@@ -81,6 +88,7 @@ class Promoter:
         """Ends the worker that waits; one that trains goes on. Idempotent."""
         self._stopping.set()
         self._next.set()
+        self._settled.set()
         if self._thread.is_alive():
             self._thread.join()
         with self._lock:
@@ -92,6 +100,7 @@ class Promoter:
         pause_s = _FIRST_PAUSE_S
         while not self._stopping.is_set():
             self._next.clear()
+            self._settled.clear()
             environment = {**os.environ, _VARIABLE: self._address}
             try:
                 # A group of its own, so that it ends with its children, and not by the terminal's Ctrl-C.
@@ -104,6 +113,7 @@ class Promoter:
                 with self._lock:
                     self._warm = worker
                 if self._watch(worker):
+                    self._settled.wait(_TAKEOVER_S)
                     pause_s = _FIRST_PAUSE_S
                     continue
                 if not self._stopping.is_set():

@@ -21,6 +21,7 @@ from torchext.standby.source import LocalSource, SharedMemory, Source, TcpSource
 
 if TYPE_CHECKING:
     from torchext.standby.daemon import Daemon
+    from torchext.standby.promote import Promoter
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class Session(threading.Thread):
         self._source: Source | None = None
         self._sizes: dict[int, int] = {}
         self.is_waiting = False  # a warm worker, to take over
+        self._promoter: Promoter | None = None  # of a warm worker that takes over, until it commits a step
         self.is_superseded = False  # another process takes the rank over: guarded by the daemon's condition
         self._watcher: threading.Thread | None = None
         self._can_read_memory = False
@@ -109,6 +111,7 @@ class Session(threading.Thread):
             self._send({"notice": sentence})
 
     def _leave(self) -> None:
+        self._end_takeover()
         job = self._job
         if job is not None:
             with self._daemon.changed:
@@ -293,8 +296,14 @@ class Session(threading.Thread):
             self._daemon.jobs[name].heirs_wanted.discard(number)
         logger.warning("job %s, rank %d: %s takes over", name, number, self.peer)
         self._send({"promoted": True})
-        if self._daemon.promoter is not None:
-            self._daemon.promoter.has_promoted()
+        self._promoter = self._daemon.promoter
+        if self._promoter is not None:
+            self._promoter.has_promoted()
+
+    def _end_takeover(self) -> None:
+        if self._promoter is not None:
+            self._promoter.has_settled()
+            self._promoter = None
 
     def _watch(self, pid: int) -> None:
         """Ends the connection when the process does, even while a child that it forked keeps the socket open."""
@@ -367,6 +376,7 @@ class Session(threading.Thread):
         self._send({"ahead": words["order"], "bytes": num_bytes})
 
     def _commit(self, words: dict[str, Any], data: memoryview) -> None:
+        self._end_takeover()
         job, step = self._claimed(), words["step"]
         rank, run = job.ranks[self._rank_number], self.hello["run"]
         source = self._source
