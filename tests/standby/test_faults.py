@@ -25,6 +25,7 @@ from torchext.standby import FencedError, Replicator, StandbyError, StandbyLostE
 from torchext.standby.arena import Segment
 from torchext.standby.connect import open_link
 from torchext.standby.daemon import Daemon
+from torchext.standby.fetching import copy_state
 from torchext.standby.link import Identity, fetch, status
 from torchext.standby.source import LocalSource
 
@@ -337,6 +338,29 @@ def test_a_process_that_dies_while_it_copies_the_state_holds_no_lock(daemon: Dae
         found = replicator.restore()
         assert found is not None
         assert found.step == 0
+
+
+def test_a_process_that_is_given_up_while_it_copies_the_state_is_told_so(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = build()
+    with Replicator(model, optimizer, standby=daemon.address, job="job", mode="rpo0") as replicator:
+        replicator.commit(0)
+    rank = daemon.jobs["job"].ranks[0]
+
+    def copy_late(*arguments: Any) -> Any:
+        until(lambda: not rank.busy.locked())
+        image = next(image for image in rank.images.images if image.record is not None)
+        next(iter(image.entries.values())).slot.base[17] ^= 4  # as another process's commit would
+        return copy_state(*arguments)
+
+    monkeypatch.setattr("torchext.standby.handing_out._READER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("torchext.standby.link.copy_state", copy_late)
+    with (
+        Replicator(model, optimizer, standby=daemon.address, job="job") as replicator,
+        pytest.raises(StandbyLostError, match="cannot be reached"),
+    ):
+        replicator.restore()
 
 
 def test_a_wrong_token_is_refused(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:

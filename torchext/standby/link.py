@@ -20,7 +20,7 @@ from torchext._native import standby as native
 from torchext.standby import rdma, wire
 from torchext.standby import tree as trees
 from torchext.standby.arena import Slot
-from torchext.standby.errors import StandbyLostError
+from torchext.standby.errors import StandbyError, StandbyLostError
 from torchext.standby.fetching import copy_state, receive_state
 from torchext.standby.ledger import Publication
 from torchext.standby.persist import State
@@ -295,7 +295,9 @@ class Link:
             return receive_state(self._sock, words, self._data, find_mesh)
         try:
             return copy_state(self._standby_pid, words, self._data, find_mesh)
-        except OSError as error:
+        except (OSError, StandbyError) as error:
+            # Also of a wrong checksum: a process that was stopped meanwhile may have been given up, and the image be
+            # written to. Then the connection has ended, which is what went wrong.
             logger.info("cannot read the standby's memory (%s); the state comes over the connection", error)
         finally:
             self._post({"op": "has_read"})  # until then no image changes
