@@ -72,9 +72,12 @@ def open_segment(pid: int, descriptor: int, nonce: bytes) -> int:
     if len(nonce) != NONCE_BYTES:
         raise StandbyError(f"the nonce of a segment has {NONCE_BYTES} bytes, got {len(nonce)}")
     file = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
-    if os.pread(file, len(nonce), 0) != nonce:
+    try:
+        if os.pread(file, len(nonce), 0) != nonce:
+            raise StandbyError(f"descriptor {descriptor} of process {pid} is another file than expected")
+    except BaseException:  # of a pipe, pread fails
         os.close(file)
-        raise StandbyError(f"descriptor {descriptor} of process {pid} is another file than expected")
+        raise
     return file
 
 
