@@ -539,7 +539,8 @@ def test_arguments_are_checked(daemon: Daemon) -> None:
             _replicator(daemon, model, optimizer, **options)
     with pytest.raises(ValueError, match="host:port or 'local', got 'nowhere'"):
         Replicator(model, optimizer, standby="nowhere").restore()
-    with _replicator(daemon, model, optimizer) as replicator:
+    counts: dict[str, Any] = {"num_streams": np.int64(2), "audit_every_n_steps": np.int64(2)}
+    with _replicator(daemon, model, optimizer, transport="tcp", **counts) as replicator:
         replicator.commit(np.int64(5))  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="steps have to grow: 5 after 5"):
             replicator.commit(5)

@@ -7,18 +7,18 @@ import operator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 Mode = Literal["lag1", "rpo0"]
 Tracking = Literal["owner", "pages", "rows", "auto"]
 Transport = Literal["auto", "local", "tcp", "rdma"]
 OnStandbyLoss = Literal["degrade", "raise"]
 
-_CHOICES = {
-    "mode": ("lag1", "rpo0"),
-    "tracking": ("owner", "pages", "rows", "auto"),
-    "transport": ("auto", "local", "tcp", "rdma"),
-    "on_standby_loss": ("degrade", "raise"),
+_CHOICES = {"mode": Mode, "tracking": Tracking, "transport": Transport, "on_standby_loss": OnStandbyLoss}
+_COUNTS = {  # the least, and what 0 means
+    "num_streams": (1, ""),
+    "audit_every_n_steps": (0, " (0: no audits)"),
+    "persist_every_n_commits": (0, " (0: none)"),
 }
 
 
@@ -43,12 +43,12 @@ class Options:
     persist_every_n_commits: int
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if (value := getattr(self, name)) not in choices:
+        for name, kind in _CHOICES.items():
+            if (value := getattr(self, name)) not in (choices := get_args(kind)):
                 raise ValueError(f"{name} has to be one of {', '.join(choices)}, got {value!r}")
-        check_count("num_streams", self.num_streams, at_least=1)
-        check_count("audit_every_n_steps", self.audit_every_n_steps, at_least=0, meaning=" (0: no audits)")
-        check_count("persist_every_n_commits", self.persist_every_n_commits, at_least=0, meaning=" (0: none)")
+        for name, (least, meaning) in _COUNTS.items():
+            count = check_count(name, getattr(self, name), at_least=least, meaning=meaning)
+            object.__setattr__(self, name, count)  # a plain int: messages to the standby take no other
         if (self.persist_every_n_commits > 0) != (self.persist_dir is not None):
             raise ValueError(
                 "persist_dir and persist_every_n_commits (at least 1) go together, got "
