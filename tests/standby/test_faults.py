@@ -465,6 +465,12 @@ def _message(text: bytes) -> bytes:
     return struct.pack("<I", len(text)) + text
 
 
+def test_what_a_connection_fails_of_is_named_to_its_other_end(daemon: Daemon, caplog: pytest.LogCaptureFixture) -> None:
+    with wire.connect(daemon.address, 30) as sock, pytest.raises(StandbyError, match="KeyError: 'pid'"):
+        wire.greet(sock, {"role": "primary", "rank": 0, "world_size": 1}, 30)
+    assert "Traceback" in caplog.text
+
+
 def test_random_bytes_do_no_harm(daemon: Daemon) -> None:
     texts = (b"[]", b"1", b"[" * 30_000, b"\xff", b"{}", b'{"nonce":"\\ud800"}')
     proofs = (b'{"proof":"\xc3\xa4"}', b'{"proof":"\\ud800"}', b'{"proof":1}')

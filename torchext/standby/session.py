@@ -84,7 +84,8 @@ class Session(threading.Thread):
             logger.info("connection of %s ended: %s", self.peer or "a client", error)
         except Exception as error:  # whatever it is: the other end hears of it
             if not self._closed:
-                logger.warning("connection of %s failed: %s", self.peer or "a client", error)
+                is_expected = isinstance(error, (StandbyError, OSError))
+                logger.warning("connection of %s failed: %s", self.peer or "a client", error, exc_info=not is_expected)
             with contextlib.suppress(OSError):
                 self._send(wire.failure(error))
         finally:

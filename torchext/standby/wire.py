@@ -128,8 +128,9 @@ def raised(words: dict[str, Any]) -> dict[str, Any]:
 
 
 def failure(error: Exception) -> dict[str, Any]:
-    """A message that makes `raised` raise this error on the other side."""
-    return {"error": str(error) or type(error).__name__, "kind": type(error).__name__}
+    """A message that makes `raised` raise this error, or a StandbyError that names it, on the other side."""
+    name = type(error).__name__
+    return {"error": str(error) if isinstance(error, StandbyError) else f"{name}: {error}", "kind": name}
 
 
 def boot_id() -> str:
